@@ -1,0 +1,88 @@
+"""The configuration of a D3D drafter: a nested backbone config and what turns the backbone into a denoiser."""
+
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+
+BLOCK_ATTENTIONS = ("bidirectional", "causal")
+
+
+class D3DConfig(PreTrainedConfig):
+    r"""
+    Configuration of a [`D3DDrafterForCausalLM`].
+
+    Args:
+        backbone_config (`PreTrainedConfig` or `dict`):
+            Configuration of the decoder-only backbone, of any architecture whose attention can be packed.
+        block_size (`int`, *optional*, defaults to 8):
+            Draft tokens that one block yields: one from the anchor's own output and `block_size - 1` from mask slots.
+        mask_token_id (`int`, *optional*):
+            Token id whose embedding stands in the mask slots. `None` gives the drafter a mask embedding of its own and
+            adds nothing to the vocabulary.
+        block_attention (`"bidirectional"` or `"causal"`, *optional*, defaults to `"bidirectional"`):
+            Whether a mask slot sees every mask slot of its branch or only the earlier ones.
+        vocab_size (`int`, *optional*):
+            Width of the drafting vocabulary, which is the target's. The backbone may hold more embedding rows (they
+            are never drafted) or fewer. Defaults to the backbone's.
+        target_name_or_path (`str`, *optional*):
+            The model that the drafter drafts for.
+        kept_layers (`list[int]`, *optional*):
+            Indices, in the model that the backbone was copied from, of the layers that were kept; `None` for all.
+        training_recipe (`dict`, *optional*):
+            How the drafter was trained (data, chat template and its settings, losses), for the model card.
+    """
+
+    model_type = "d3d"
+    sub_configs = {"backbone_config": AutoConfig}
+
+    def __init__(
+        self,
+        backbone_config: PreTrainedConfig | dict[str, Any] | None = None,
+        block_size: int = 8,
+        mask_token_id: int | None = None,
+        block_attention: str = "bidirectional",
+        vocab_size: int | None = None,
+        target_name_or_path: str | None = None,
+        kept_layers: list[int] | None = None,
+        training_recipe: dict[str, Any] | None = None,
+        **kwargs,
+    ):
+        if backbone_config is None:
+            backbone_config = {"model_type": "llama"}
+        if isinstance(backbone_config, dict):
+            backbone_config = dict(backbone_config)
+            model_type = backbone_config.pop("model_type", None)
+            if model_type is None:
+                raise ValueError("backbone_config has no 'model_type': name the backbone's architecture, e.g. 'qwen3'.")
+            backbone_config = AutoConfig.for_model(model_type, **backbone_config)
+        self.backbone_config = backbone_config
+        self.block_size = block_size
+        self.mask_token_id = mask_token_id
+        self.block_attention = block_attention
+        self.vocab_size = backbone_config.vocab_size if vocab_size is None else vocab_size
+        self.target_name_or_path = target_name_or_path
+        self.kept_layers = kept_layers
+        self.training_recipe = training_recipe
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            kwargs.setdefault(name, getattr(backbone_config, name, None))
+        kwargs.setdefault("tie_word_embeddings", getattr(backbone_config, "tie_word_embeddings", False))
+        super().__init__(**kwargs)
+        self._validate()
+
+    def _validate(self):
+        if isinstance(self.block_size, bool) or not isinstance(self.block_size, int) or self.block_size < 1:
+            raise ValueError(f"block_size is {self.block_size!r}: give a whole number of at least 1 (8 is usual).")
+        if self.block_attention not in BLOCK_ATTENTIONS:
+            raise ValueError(f"block_attention is {self.block_attention!r}: choose one of {BLOCK_ATTENTIONS}.")
+        rows = self.backbone_config.vocab_size
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < rows:
+            raise ValueError(
+                f"mask_token_id is {self.mask_token_id!r}, but the backbone has {rows} embedding rows: give an id "
+                f"from 0 to {rows - 1}, or None for a mask embedding of its own."
+            )
+        if not isinstance(self.vocab_size, int) or self.vocab_size < 1:
+            raise ValueError(f"vocab_size is {self.vocab_size!r}: give the target's vocabulary size.")
+
+
+__all__ = ["D3DConfig"]

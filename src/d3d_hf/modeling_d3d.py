@@ -1,0 +1,303 @@
+"""The drafter: a decoder-only language model turned into a blockwise denoiser."""
+
+import copy
+import logging
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel, initialization
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .backbones import (
+    cache_argument,
+    check_packable,
+    config_with_layers,
+    decoder_layers,
+    refuse_unpackable,
+    resolve_kept_layers,
+)
+from .candidate_generator import D3DCandidateGenerator, generate_as_assistant, make_candidate_generator
+from .configuration_d3d import D3DConfig
+from .generation_hook import install_generation_hook, is_generation_hook_installed
+from .packing import PackedLayout, attention_masks
+
+
+logger = logging.getLogger(__name__)
+
+
+class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
+    r"""
+    A D3D drafter over any decoder-only backbone whose attention can be packed.
+
+    Its parameters bear the backbone's own names (`model.*`, `lm_head.*`), so that a checkpoint is one of the backbone's
+    architecture with one vector more, the mask embedding. `forward` is the backbone's own causal language model;
+    drafting and training go through `packed_forward`.
+
+    ```python
+    drafter = D3DDrafterForCausalLM.from_pretrained("org/d3d-qwen3-8b", dtype="auto")
+    output = target.generate(**inputs, assistant_model=drafter, max_new_tokens=256)
+    drafter.last_generation_stats.tokens_per_round
+    ```
+    """
+
+    config_class = D3DConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _supports_attention_backend = True
+    _supports_flash_attn = False  # packed masks are 4D
+    last_generation_stats = None
+
+    def __init__(self, config: D3DConfig):
+        refuse_unpackable(config.backbone_config)
+        backbone_class = AutoModelForCausalLM._model_mapping[type(config.backbone_config)]
+        self._supports_sdpa = backbone_class._supports_sdpa
+        self._supports_flex_attn = backbone_class._supports_flex_attn
+        super().__init__(config)
+        backbone = AutoModelForCausalLM.from_config(config.backbone_config)
+        # The backbone lends its modules and its forward: both objects hold the same dictionaries of modules, so that
+        # names carry no prefix and a module that is replaced here (by PEFT, by quantisation) is replaced there.
+        for store in ("_modules", "_parameters", "_buffers"):
+            getattr(self, store).update(getattr(backbone, store))
+            object.__setattr__(backbone, store, getattr(self, store))
+        object.__setattr__(self, "_backbone", backbone)
+        self.base_model_prefix = backbone.base_model_prefix
+        self._tied_weights_keys = backbone._tied_weights_keys
+        self._no_split_modules = backbone._no_split_modules
+        self._takes_logits_to_keep = backbone._supports_logits_to_keep()
+        self.mask_embedding = None
+        if config.mask_token_id is None:
+            self.mask_embedding = nn.Parameter(torch.empty(self.get_input_embeddings().embedding_dim))
+        # The stock protocol's own adaptations: a schedule and a confidence threshold that a block drafter has no use for.
+        self.generation_config.num_assistant_tokens_schedule = "constant"
+        self.generation_config.assistant_confidence_threshold = 0.0
+        self.post_init()
+
+    def _init_weights(self, module):
+        if module is self:
+            if self.mask_embedding is not None:
+                std = getattr(self.config.backbone_config, "initializer_range", 0.02)
+                initialization.normal_(self.mask_embedding, mean=0.0, std=std)
+        else:
+            self._backbone._init_weights(module)
+
+    @classmethod
+    def from_backbone(
+        cls,
+        model: PreTrainedModel | str,
+        block_size: int = 8,
+        kept_layers: int | list[int] | None = None,
+        mask_token_id: int | None = None,
+        block_attention: str = "bidirectional",
+        vocab_size: int | None = None,
+        **kwargs,
+    ) -> "D3DDrafterForCausalLM":
+        r"""
+        Makes an untrained drafter out of a causal language model. Untrained, it drafts its first token as the model
+        would and the masked ones badly.
+
+        Args:
+            model (`PreTrainedModel` or `str`):
+                The model to copy, or its name or path. A model that is passed in is not changed and shares nothing.
+            block_size (`int`, *optional*, defaults to 8): Draft tokens that one block yields.
+            kept_layers (`int` or `list[int]`, *optional*):
+                Layers to keep: a number spreads them evenly, first and last included; a list names them. Default: all.
+            mask_token_id (`int`, *optional*): Existing token whose embedding stands in mask slots. Default: a new one.
+            block_attention (`"bidirectional"` or `"causal"`): What the mask slots of a branch see of each other.
+            vocab_size (`int`, *optional*): The target's vocabulary size, if it differs from the model's.
+            kwargs: Passed to `AutoModelForCausalLM.from_pretrained` if `model` is a name. `dtype` defaults to "auto".
+
+        Returns:
+            [`D3DDrafterForCausalLM`] in eval mode, in the model's dtype and on its device.
+
+        Raises:
+            ValueError: The model cannot be packed, or an argument is out of range.
+        """
+        if isinstance(model, str):
+            model = AutoModelForCausalLM.from_pretrained(model, **{"dtype": "auto", **kwargs})
+        elif kwargs:
+            raise ValueError(f"{sorted(kwargs)} can be given only with a model's name, not with a loaded model.")
+        if hasattr(model, "peft_config"):
+            raise ValueError(
+                f"{type(model).__name__} carries adapters: fold them in first, with model.merge_and_unload()."
+            )
+        if isinstance(model, D3DDrafterForCausalLM):
+            raise ValueError("The model is a D3D drafter already: load or copy it instead.")
+        source_config = model.config
+        check_packable(source_config)
+        kept = resolve_kept_layers(kept_layers, source_config.num_hidden_layers)
+        backbone_config = copy.deepcopy(source_config) if kept is None else config_with_layers(source_config, kept)
+        config = D3DConfig(
+            backbone_config,
+            block_size=block_size,
+            mask_token_id=mask_token_id,
+            block_attention=block_attention,
+            vocab_size=vocab_size,
+            target_name_or_path=source_config.name_or_path or None,
+            kept_layers=kept,
+        )
+        drafter = cls._from_config(config, dtype=model.dtype, attn_implementation=source_config._attn_implementation)
+        drafter = drafter.to(model.device)
+        drafter._backbone.load_state_dict(_state_with_layers(model, kept), strict=False)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(drafter.generation_config, name, getattr(model.generation_config, name, None))
+        if drafter.mask_embedding is not None:
+            with torch.no_grad():
+                drafter.mask_embedding.copy_(drafter.get_input_embeddings().weight.float().mean(dim=0))
+        return drafter.eval()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self._backbone.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module):
+        self._backbone.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self._backbone.get_output_embeddings()
+
+    def set_output_embeddings(self, value: nn.Module):
+        self._backbone.set_output_embeddings(value)
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        r"""
+        The backbone's ordinary causal language model; mask slots play no part in it.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(batch, length)`): Token ids.
+            labels (`torch.LongTensor` of shape `(batch, length)`, *optional*): For the next-token loss, -100 ignored.
+            kwargs: Whatever else the backbone's forward takes, its KV cache included.
+        """
+        if self._takes_logits_to_keep:
+            kwargs["logits_to_keep"] = logits_to_keep
+        return self._backbone(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            use_cache=use_cache,
+            **kwargs,
+        )
+
+    def packed_forward(
+        self,
+        input_ids: torch.LongTensor,
+        layout: PackedLayout,
+        cache=None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        r"""
+        One packed pass: context tokens and branches of slots, see packing.py.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(batch, tokens)`):
+                Token ids in the layout's order; those at mask slots are ignored.
+            layout ([`PackedLayout`]): Positions and visibility, on the device of `input_ids`.
+            cache (`Cache`, *optional*):
+                Holds `layout.num_cached` context tokens and is extended by every token of the pass, slots included.
+            logits_to_keep (`int` or `torch.LongTensor` of shape `(rows,)`, *optional*, defaults to 0):
+                Tokens to compute logits for: the last so many (0: all), or those at these indices of the pass.
+
+        Returns:
+            The backbone's output. `logits` has shape `(batch, rows, embedding_rows)`; as in any causal language model
+            the output at position `p` predicts the token at `p + 1`, for context, visible tokens and mask slots alike.
+        """
+        embeds = self.get_input_embeddings()(input_ids)
+        if not layout.is_plain_causal:
+            embeds = torch.where(layout.is_mask_slot[..., None], self._mask_vector(embeds), embeds)
+        if cache is not None:
+            kwargs[cache_argument(self._backbone)] = cache
+        return self.forward(
+            inputs_embeds=embeds,
+            position_ids=layout.position_ids,
+            attention_mask=attention_masks(layout, self._backbone.config, embeds.dtype),
+            use_cache=cache is not None,
+            logits_to_keep=logits_to_keep,
+            **kwargs,
+        )
+
+    def _mask_vector(self, embeds: torch.Tensor) -> torch.Tensor:
+        """The mask embedding, shape `(hidden,)`: it stands where scaled embeddings stand."""
+        if self.mask_embedding is not None:
+            return self.mask_embedding.to(dtype=embeds.dtype, device=embeds.device)
+        return self.get_input_embeddings()(torch.tensor(self.config.mask_token_id, device=embeds.device))
+
+    def make_candidate_generator(
+        self, target, generation_config, model_kwargs, target_tokenizer=None, assistant_tokenizer=None
+    ) -> D3DCandidateGenerator:
+        """
+        The candidate generator for one call of `target.generate`; the generation hook calls this.
+
+        Raises:
+            ValueError: A drafting option is unusable, or the drafter has another tokenizer than the target.
+        """
+        if assistant_tokenizer is not None:
+            raise ValueError(
+                f"The drafter's vocabulary has {self.config.vocab_size} tokens and `assistant_tokenizer` was given, but "
+                f"a D3D drafter drafts in its target's own tokens: use a drafter trained for this target."
+            )
+        return make_candidate_generator(self, target, generation_config, model_kwargs, target_tokenizer)
+
+    def generate(self, *args, **kwargs):
+        """
+        `GenerationMixin.generate`, ordinary autoregressive generation, unless transformers calls the drafter as a stock
+        assistant, which happens where the generation hook is not in place.
+        """
+        config = kwargs.get("generation_config")
+        if not getattr(config, "is_assistant", False):
+            return super().generate(*args, **kwargs)
+        if is_generation_hook_installed():
+            _warn_of_bypassed_hook()
+        return generate_as_assistant(self, *args, **kwargs)
+
+
+_warned_of_bypassed_hook = False
+
+
+def _warn_of_bypassed_hook():
+    global _warned_of_bypassed_hook
+    if not _warned_of_bypassed_hook:
+        import transformers
+
+        _warned_of_bypassed_hook = True
+        logger.warning(
+            f"transformers {transformers.__version__} went past the D3D generation hook although it is installed; "
+            f"drafting goes on through the stock assistant protocol. Please report this with your call of generate."
+        )
+
+
+def _state_with_layers(model: PreTrainedModel, kept: list[int] | None) -> dict[str, torch.Tensor]:
+    """A model's state dict with only the kept layers, renumbered."""
+    state = model.state_dict()
+    if kept is None:
+        return state
+    layers = decoder_layers(model)
+    prefix = next(name for name, module in model.named_modules() if module is layers) + "."
+    renumbered = {}
+    for name, tensor in state.items():
+        if name.startswith(prefix):
+            index, rest = name[len(prefix) :].split(".", 1)
+            if int(index) not in kept:
+                continue
+            name = f"{prefix}{kept.index(int(index))}.{rest}"
+        renumbered[name] = tensor
+    return renumbered
+
+
+AutoConfig.register("d3d", D3DConfig, exist_ok=True)
+AutoModelForCausalLM.register(D3DConfig, D3DDrafterForCausalLM, exist_ok=True)
+D3DConfig.register_for_auto_class()
+D3DDrafterForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+install_generation_hook()
+
+__all__ = ["D3DDrafterForCausalLM"]
