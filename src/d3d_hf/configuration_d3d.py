@@ -60,7 +60,7 @@ class D3DConfig(PreTrainedConfig):
         self.block_size = block_size
         self.mask_token_id = mask_token_id
         self.block_attention = block_attention
-        self.vocab_size = backbone_config.vocab_size if vocab_size is None else vocab_size
+        self.vocab_size = getattr(backbone_config, "vocab_size", None) if vocab_size is None else vocab_size
         self.target_name_or_path = target_name_or_path
         self.kept_layers = kept_layers
         self.training_recipe = training_recipe
@@ -70,12 +70,19 @@ class D3DConfig(PreTrainedConfig):
         super().__init__(**kwargs)
         self._validate()
 
+    def __getattr__(self, name: str):
+        """What a drafter does not define is its backbone's: `num_hidden_layers`, `hidden_size`, `layer_types`, ..."""
+        backbone_config = self.__dict__.get("backbone_config")
+        if backbone_config is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(backbone_config, name)
+
     def _validate(self):
         if isinstance(self.block_size, bool) or not isinstance(self.block_size, int) or self.block_size < 1:
             raise ValueError(f"block_size is {self.block_size!r}: give a whole number of at least 1 (8 is usual).")
         if self.block_attention not in BLOCK_ATTENTIONS:
             raise ValueError(f"block_attention is {self.block_attention!r}: choose one of {BLOCK_ATTENTIONS}.")
-        rows = self.backbone_config.vocab_size
+        rows = getattr(self.backbone_config, "vocab_size", 0)
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < rows:
             raise ValueError(
                 f"mask_token_id is {self.mask_token_id!r}, but the backbone has {rows} embedding rows: give an id "

@@ -8,6 +8,7 @@ import errno
 import functools
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import shutil
 import tempfile
@@ -18,10 +19,9 @@ import huggingface_hub
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.utils import logging
 
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 TARGET_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -261,7 +261,12 @@ def _read_tokenizer(gguf_path: Path, max_length: int) -> transformers.PreTrained
     )
     special_tokens = {
         name: tokens[fields[f"tokenizer.ggml.{key}_token_id"].contents()]
-        for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding"), ("unk_token", "unknown"))
+        for name, key in (
+            ("bos_token", "bos"),
+            ("eos_token", "eos"),
+            ("pad_token", "padding"),
+            ("unk_token", "unknown"),
+        )
     }
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend,

@@ -188,6 +188,9 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
             **kwargs,
         )
 
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        return self._backbone.prepare_inputs_for_generation(*args, **kwargs)
+
     def packed_forward(
         self,
         input_ids: torch.LongTensor,
