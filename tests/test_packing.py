@@ -37,7 +37,7 @@ def lay_out_branches(context_length, num_cached, branches, bidirectional):
 
 
 def described_tokens(context_length, num_cached, branches):
-    """Every key of the pass, the cached ones first, as the words of the definition: (kind, position, branch, anchor)."""
+    """Every key, the cached ones first, in the words of the definition: (kind, position, branch, anchor)."""
     tokens = [("context", position, None, None) for position in range(num_cached + context_length)]
     for number, (anchor, num_slots, num_visible) in enumerate(branches):
         for slot in range(num_slots):

@@ -28,7 +28,7 @@ _ALIBI_MODEL_TYPES = ("bloom", "mpt")
 
 
 def cache_argument(model: nn.Module) -> str:
-    """The keyword under which the model's forward takes its KV cache: `"cache"`, or `"past_key_values"` before 5.24."""
+    """The keyword of the KV cache in the model's forward: `"cache"`, or `"past_key_values"` before 5.24."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
@@ -191,8 +191,8 @@ def check_packable(config: PreTrainedConfig):
         gap = _probe(_tiny_copy(config))
     except Exception as error:
         raise ValueError(
-            f"{config.model_type!r} cannot be the backbone of a D3D drafter: a tiny copy of it did not run with packed "
-            f"masks ({type(error).__name__}: {error})."
+            f"{config.model_type!r} cannot be the backbone of a D3D drafter: a tiny copy of it did not run with "
+            f"packed masks ({type(error).__name__}: {error})."
         ) from error
     if not gap <= _PROBE_TOLERANCE:
         raise ValueError(

@@ -132,7 +132,7 @@ class StockAssistant:
     """
     A generator behind transformers' stock assistant protocol, the fallback where the generation hook is not installed.
     It rides in the slot of the assistant's KV cache, where it is asked for its length and told to crop; it goes by the
-    text of the next call instead. The last round's verdict never reaches it, so the statistics lack that round.
+    text of the next call instead. No verdict reaches it after the last draft, so the statistics lack the last round.
     """
 
     def __init__(self, generator: D3DCandidateGenerator, vocab_size: int):
@@ -146,7 +146,7 @@ class StockAssistant:
         pass
 
     def draft(self, input_ids: torch.LongTensor, attention_mask: torch.Tensor | None, max_new_tokens: int):
-        """One round: an object with what the protocol reads. A law is handed over always, one-hot if none was drawn."""
+        """One round: an object with what the protocol reads. A law is always handed over, one-hot if none was drawn."""
         generator, start = self._generator, time.perf_counter()
         if generator._num_known is not None:
             generator.update_candidate_strategy(input_ids, None, 0)

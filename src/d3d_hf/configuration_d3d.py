@@ -6,6 +6,16 @@ from transformers import AutoConfig, PreTrainedConfig
 
 
 BLOCK_ATTENTIONS = ("bidirectional", "causal")
+_BACKBONE_SIZES = (
+    "head_dim",
+    "hidden_size",
+    "layer_types",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "sliding_window",
+)
 
 
 class D3DConfig(PreTrainedConfig):
@@ -54,7 +64,9 @@ class D3DConfig(PreTrainedConfig):
             backbone_config = dict(backbone_config)
             model_type = backbone_config.pop("model_type", None)
             if model_type is None:
-                raise ValueError("backbone_config has no 'model_type': name the backbone's architecture, e.g. 'qwen3'.")
+                raise ValueError(
+                    "backbone_config has no 'model_type': name the backbone's architecture, e.g. 'qwen3'."
+                )
             backbone_config = AutoConfig.for_model(model_type, **backbone_config)
         self.backbone_config = backbone_config
         self.block_size = block_size
@@ -71,11 +83,10 @@ class D3DConfig(PreTrainedConfig):
         self._validate()
 
     def __getattr__(self, name: str):
-        """What a drafter does not define is its backbone's: `num_hidden_layers`, `hidden_size`, `layer_types`, ..."""
-        backbone_config = self.__dict__.get("backbone_config")
-        if backbone_config is None or name.startswith("_"):
+        """The sizes of the backbone, which generate, PEFT and accelerate look for on a model's own config."""
+        if name not in _BACKBONE_SIZES or "backbone_config" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(backbone_config, name)
+        return getattr(self.backbone_config, name)
 
     def _validate(self):
         if isinstance(self.block_size, bool) or not isinstance(self.block_size, int) or self.block_size < 1:

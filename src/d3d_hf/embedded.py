@@ -127,8 +127,8 @@ def target_folder() -> Path:
             raise
         raise type(error)(
             error.errno,
-            f"{error.strerror}: the embedded target (270 MB) must be written to the cache once; set XDG_CACHE_HOME to a "
-            "folder that is writable and has room",
+            f"{error.strerror}: the embedded target (270 MB) has to be written to the cache once; set XDG_CACHE_HOME "
+            "to a folder that is writable and has room",
             str(folder.parent),
         ) from error
     return folder

@@ -11,7 +11,6 @@ import contextvars
 import functools
 import inspect
 import logging
-import weakref
 
 from transformers import GenerationMixin
 
@@ -121,8 +120,6 @@ def _wrap_dispatch(original):
 
 
 def _wrap_decoding(original):
-    signature = inspect.signature(original)
-
     @functools.wraps(original)  # generate reads the signature
     def _assisted_decoding(self, *args, **kwargs):
         if not _carries(kwargs.get("assistant_model"), "make_candidate_generator"):

@@ -29,9 +29,9 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
     r"""
     A D3D drafter over any decoder-only backbone whose attention can be packed.
 
-    Its parameters bear the backbone's own names (`model.*`, `lm_head.*`), so that a checkpoint is one of the backbone's
-    architecture with one vector more, the mask embedding. `forward` is the backbone's own causal language model;
-    drafting and training go through `packed_forward`.
+    Its parameters bear the backbone's own names (`model.*`, `lm_head.*`), so that a checkpoint is one of the
+    backbone's architecture with one vector more, the mask embedding. `forward` is the backbone's own causal language
+    model; drafting and training go through `packed_forward`.
 
     ```python
     drafter = D3DDrafterForCausalLM.from_pretrained("org/d3d-qwen3-8b", dtype="auto")
@@ -67,7 +67,7 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
         self.mask_embedding = None
         if config.mask_token_id is None:
             self.mask_embedding = nn.Parameter(torch.empty(self.get_input_embeddings().embedding_dim))
-        # The stock protocol's own adaptations: a schedule and a confidence threshold that a block drafter has no use for.
+        # The stock protocol would adapt a schedule and a confidence threshold, which a block drafter has no use for.
         self.generation_config.num_assistant_tokens_schedule = "constant"
         self.generation_config.assistant_confidence_threshold = 0.0
         self.post_init()
@@ -246,15 +246,15 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if assistant_tokenizer is not None:
             raise ValueError(
-                f"The drafter's vocabulary has {self.config.vocab_size} tokens and `assistant_tokenizer` was given, but "
-                f"a D3D drafter drafts in its target's own tokens: use a drafter trained for this target."
+                f"The drafter's vocabulary has {self.config.vocab_size} tokens and `assistant_tokenizer` was given, "
+                f"but a D3D drafter drafts in its target's own tokens: use a drafter trained for this target."
             )
         return make_candidate_generator(self, target, generation_config, model_kwargs, target_tokenizer)
 
     def generate(self, *args, **kwargs):
         """
-        `GenerationMixin.generate`, ordinary autoregressive generation, unless transformers calls the drafter as a stock
-        assistant, which happens where the generation hook is not in place.
+        `GenerationMixin.generate`, ordinary autoregressive generation, unless transformers calls the drafter as a
+        stock assistant, which happens where the generation hook is not in place.
         """
         config = kwargs.get("generation_config")
         if not getattr(config, "is_assistant", False):

@@ -37,7 +37,8 @@ class TokenChooser:
     Chooses draft tokens for one generation.
 
     Greedy mode, or `warpers=None`, takes the argmax and hands over no law, which is always exact: the verifier then
-    compares the draft with its own choice. Otherwise tokens are drawn, and the law they were drawn from is handed over.
+    compares the draft with its own choice. Otherwise tokens are drawn, and the law that they were drawn from is
+    handed over.
 
     The generator of the draws is seeded from PyTorch's global CPU generator at the first draw, so that a fixed seed
     gives the same drafts whatever else consumes random numbers in between, and greedy generation consumes none.

@@ -34,7 +34,7 @@ def fit_vocabulary(logits: torch.Tensor, vocab_size: int, never_drafted: Iterabl
 
 
 def warp(logits: torch.Tensor, warpers: Iterable[Callable]) -> torch.Tensor:
-    """Applies logits warpers (temperature, top-k, ...: those that read no ids) to `logits` of shape `(rows, vocab)`."""
+    """Applies logits warpers that read no ids (temperature, top-k, ...) to `logits` of shape `(rows, vocab)`."""
     no_ids = torch.empty(logits.shape[0], 0, dtype=torch.long, device=logits.device)
     for warper in warpers:
         logits = warper(no_ids, logits)
