@@ -14,29 +14,7 @@ from d3d_hf.testing import (
     oracle_drafter,
     tiny_model,
 )
-
-
-def prompt_of(length, seed=0):
-    return torch.randint(2, 67, (1, length), generator=torch.Generator().manual_seed(seed))
-
-
-def generate(target, prompt, drafter=None, **kwargs):
-    kwargs = {"max_new_tokens": 33, "do_sample": False, "attention_mask": torch.ones_like(prompt), **kwargs}
-    return target.generate(prompt, assistant_model=drafter, **kwargs)
-
-
-def assert_same(target, prompt, drafter, num_forwards=None, **kwargs):
-    reference = generate(target, prompt, **kwargs)
-    with ForwardCounter(target) as forwards:
-        output = generate(target, prompt, drafter, **kwargs)
-    assert output.tolist() == reference.tolist()
-    if num_forwards is not None:
-        assert forwards.count == num_forwards
-    stats = drafter.last_generation_stats
-    assert stats.num_tokens == output.shape[1] - prompt.shape[1]
-    assert stats.num_rounds == forwards.count == sum(stats.num_accepted.values())
-    assert sum((accepted + 1) * rounds for accepted, rounds in stats.num_accepted.items()) == stats.num_tokens
-    return output
+from lossless import assert_same, generate, prompt_of
 
 
 def other_architecture(architecture):

@@ -62,7 +62,7 @@ def test_from_backbone_copies_and_leaves_the_model_alone():
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     pointers = {parameter.data_ptr() for parameter in model.parameters()}
     assert not any(parameter.data_ptr() in pointers for parameter in drafter.parameters())
-    assert set(drafter.state_dict()) == {*before, "mask_embedding"}
+    assert set(drafter.state_dict()) == {*before, "mask_embedding.weight"}
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -92,8 +92,8 @@ def test_loading_honours_dtype_device_map_and_attention(ids, tmp_path):
     assert {parameter.dtype for parameter in drafter.parameters()} == {torch.bfloat16}
     drafter.save_pretrained(tmp_path)
     load = D3DDrafterForCausalLM.from_pretrained
-    assert load(tmp_path, dtype="auto").mask_embedding.dtype == torch.bfloat16
-    assert load(tmp_path, dtype=torch.float32).mask_embedding.dtype == torch.float32
+    assert load(tmp_path, dtype="auto").mask_embedding.weight.dtype == torch.bfloat16
+    assert load(tmp_path, dtype=torch.float32).mask_embedding.weight.dtype == torch.float32
     mapped = load(tmp_path, dtype=torch.float32, device_map="cpu")
     eager = load(tmp_path, dtype=torch.float32, attn_implementation="eager")
     assert eager._backbone.config._attn_implementation == "eager"
@@ -106,7 +106,7 @@ def test_missing_mask_embedding_is_reported_and_initialised(tmp_path, caplog):
     config.mask_token_id = None
     loaded, info = D3DDrafterForCausalLM.from_pretrained(tmp_path, config=config, output_loading_info=True)
     assert "mask_embedding" in str(info["missing_keys"])
-    assert torch.isfinite(loaded.mask_embedding).all()
+    assert torch.isfinite(loaded.mask_embedding.weight).all()
 
 
 @pytest.mark.parametrize("kept, indices", [(1, [0]), (2, [0, 3]), (3, [0, 2, 3]), ([1, 2], [1, 2])])

@@ -146,7 +146,7 @@ class StockAssistant:
         pass
 
     def draft(self, input_ids: torch.LongTensor, attention_mask: torch.Tensor | None, max_new_tokens: int):
-        """One round: an object with what the protocol reads. A law is always handed over, one-hot if none was drawn."""
+        """One round: an object with what the protocol reads. A law is handed over in any case, one-hot if need be."""
         generator, start = self._generator, time.perf_counter()
         if generator._num_known is not None:
             generator.update_candidate_strategy(input_ids, None, 0)

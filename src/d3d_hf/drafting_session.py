@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from .backbones import max_draft_positions
+from .fallbacks import execution_device
 from .packing import lay_out
 from .token_chooser import TokenChooser
 
@@ -54,6 +55,7 @@ class DraftingSession:
         self._drafter = drafter
         self._chooser = chooser
         self._num_steps = num_denoising_steps
+        self._device = execution_device(drafter)
         self._max_positions = max_draft_positions(drafter.config.backbone_config)
         self._is_past_the_end = False
         self.close()
@@ -89,7 +91,7 @@ class DraftingSession:
                     f"The text has reached {num_context} tokens and the drafter's positions end at "
                     f"{self._max_positions}: the rest of this generation runs without drafts."
                 )
-            return Draft(torch.empty(0, dtype=torch.long, device=self._drafter.device))
+            return Draft(torch.empty(0, dtype=torch.long, device=self._device))
         try:
             return self._draft(context.cpu(), num_tokens)
         except BaseException:
@@ -98,7 +100,7 @@ class DraftingSession:
 
     def _draft(self, context: torch.LongTensor, num_tokens: int) -> Draft:
         block_size, num_context = self._drafter.config.block_size, context.shape[0]
-        new_tokens = self._rewind_to(context).to(self._drafter.device)
+        new_tokens = self._rewind_to(context).to(self._device)
         while new_tokens.shape[0] > MAX_CONTEXT_PER_PASS:
             self._prefill(new_tokens[:MAX_CONTEXT_PER_PASS])
             new_tokens = new_tokens[MAX_CONTEXT_PER_PASS:]

@@ -18,7 +18,7 @@ from transformers import GenerationMixin
 logger = logging.getLogger(__name__)
 
 _MARK = "_d3d_original"
-# What the wrappers rely on: method, and the parameters that they read or pass on by name.
+# What the wrappers rely on: methods, and the parameters that they read or pass on by name.
 _KNOWN_METHODS = {
     "_get_candidate_generator": ("generation_config", "model_kwargs", "assistant_model", "target_tokenizer"),
     "_assisted_decoding": (
@@ -28,7 +28,11 @@ _KNOWN_METHODS = {
         "generation_config",
         "assistant_model",
     ),
+    "_sample": ("input_ids", "logits_processor", "stopping_criteria", "generation_config"),
 }
+_WRAPPED_METHODS = ("_get_candidate_generator", "_assisted_decoding")
+# Arguments of assisted decoding that plain decoding does not know.
+_ASSISTED_ONLY = ("assistant_model", "assistant_tokenizer", "tokenizer", "inputs_tensor")
 # Generators made inside the assisted decoding that runs in this context; `None` outside of one.
 _open_generators = contextvars.ContextVar("d3d_open_generators", default=None)
 
@@ -52,7 +56,7 @@ def install_generation_hook() -> bool:
             f"not installed. Drafters work through transformers' stock assistant protocol, without stop strings."
         )
         return False
-    for name, wrap in (("_get_candidate_generator", _wrap_dispatch), ("_assisted_decoding", _wrap_decoding)):
+    for name, wrap in zip(_WRAPPED_METHODS, (_wrap_dispatch, _wrap_decoding)):
         original = getattr(GenerationMixin, name)
         wrapped = wrap(original)
         setattr(wrapped, _MARK, original)
@@ -62,14 +66,14 @@ def install_generation_hook() -> bool:
 
 def uninstall_generation_hook():
     """Puts the wrapped methods back. Does nothing where the hook is not installed."""
-    for name in _KNOWN_METHODS:
+    for name in _WRAPPED_METHODS:
         original = getattr(getattr(GenerationMixin, name, None), _MARK, None)
         if original is not None:
             setattr(GenerationMixin, name, original)
 
 
 def is_generation_hook_installed() -> bool:
-    return all(hasattr(getattr(GenerationMixin, name, None), _MARK) for name in _KNOWN_METHODS)
+    return all(hasattr(getattr(GenerationMixin, name, None), _MARK) for name in _WRAPPED_METHODS)
 
 
 def _missing_parts() -> list[str]:
@@ -89,6 +93,12 @@ def _carries(assistant, method: str) -> bool:
     return assistant is not None and callable(getattr(assistant, method, None))
 
 
+def _is_outranked(generation_config) -> bool:
+    """Whether the call asks for another kind of drafting, which outranks an assistant in transformers and here."""
+    options = ("assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp", "speculation_type")
+    return any(getattr(generation_config, option, None) for option in options)
+
+
 def _wrap_dispatch(original):
     signature = inspect.signature(original)
 
@@ -97,12 +107,7 @@ def _wrap_dispatch(original):
         arguments = signature.bind(self, *args, **kwargs).arguments
         assistant = arguments.get("assistant_model")
         config = arguments["generation_config"]
-        # These options outrank an assistant in transformers, and so they do here.
-        outranked = any(
-            getattr(config, option, None)
-            for option in ("assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp", "speculation_type")
-        )
-        if outranked or not _carries(assistant, "make_candidate_generator"):
+        if not _carries(assistant, "make_candidate_generator") or _is_outranked(config):
             return original(self, *args, **kwargs)
         generator = assistant.make_candidate_generator(
             target=self,
@@ -121,13 +126,17 @@ def _wrap_dispatch(original):
 
 def _wrap_decoding(original):
     @functools.wraps(original)  # generate reads the signature
-    def _assisted_decoding(self, *args, **kwargs):
-        if not _carries(kwargs.get("assistant_model"), "make_candidate_generator"):
-            return original(self, *args, **kwargs)
+    def _assisted_decoding(self, input_ids, *args, **kwargs):
+        assistant = kwargs.get("assistant_model")
+        if not _carries(assistant, "make_candidate_generator") or _is_outranked(kwargs["generation_config"]):
+            return original(self, input_ids, *args, **kwargs)
+        if not assistant.prepare_call(self, input_ids, kwargs["generation_config"], kwargs):
+            plain = {name: value for name, value in kwargs.items() if name not in _ASSISTED_ONLY}
+            return self._sample(input_ids, *args, **plain)
         opened = []
         token = _open_generators.set(opened)
         try:
-            return original(self, *args, **kwargs)
+            return original(self, input_ids, *args, **kwargs)
         finally:
             _open_generators.reset(token)
             for generator in opened:

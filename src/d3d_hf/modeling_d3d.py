@@ -5,7 +5,7 @@ import logging
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel, initialization
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .backbones import (
@@ -18,6 +18,7 @@ from .backbones import (
 )
 from .candidate_generator import D3DCandidateGenerator, generate_as_assistant, make_candidate_generator
 from .configuration_d3d import D3DConfig
+from .fallbacks import cache_of, check_call, reason_not_to_draft
 from .generation_hook import install_generation_hook, is_generation_hook_installed
 from .packing import PackedLayout, attention_masks
 
@@ -63,22 +64,18 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
         self.base_model_prefix = backbone.base_model_prefix
         self._tied_weights_keys = backbone._tied_weights_keys
         self._no_split_modules = backbone._no_split_modules
+        self._told = set()
         self._takes_logits_to_keep = backbone._supports_logits_to_keep()
         self.mask_embedding = None
         if config.mask_token_id is None:
-            self.mask_embedding = nn.Parameter(torch.empty(self.get_input_embeddings().embedding_dim))
+            self.mask_embedding = nn.Embedding(1, self.get_input_embeddings().embedding_dim)
         # The stock protocol would adapt a schedule and a confidence threshold, which a block drafter has no use for.
         self.generation_config.num_assistant_tokens_schedule = "constant"
         self.generation_config.assistant_confidence_threshold = 0.0
         self.post_init()
 
     def _init_weights(self, module):
-        if module is self:
-            if self.mask_embedding is not None:
-                std = getattr(self.config.backbone_config, "initializer_range", 0.02)
-                initialization.normal_(self.mask_embedding, mean=0.0, std=std)
-        else:
-            self._backbone._init_weights(module)
+        self._backbone._init_weights(module)
 
     @classmethod
     def from_backbone(
@@ -142,7 +139,7 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
             setattr(drafter.generation_config, name, getattr(model.generation_config, name, None))
         if drafter.mask_embedding is not None:
             with torch.no_grad():
-                drafter.mask_embedding.copy_(drafter.get_input_embeddings().weight.float().mean(dim=0))
+                drafter.mask_embedding.weight.copy_(drafter.get_input_embeddings().weight.float().mean(dim=0))
         return drafter.eval()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -231,9 +228,39 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _mask_vector(self, embeds: torch.Tensor) -> torch.Tensor:
         """The mask embedding, shape `(hidden,)`: it stands where scaled embeddings stand."""
-        if self.mask_embedding is not None:
-            return self.mask_embedding.to(dtype=embeds.dtype, device=embeds.device)
-        return self.get_input_embeddings()(torch.tensor(self.config.mask_token_id, device=embeds.device))
+        if self.mask_embedding is None:
+            return self.get_input_embeddings()(torch.tensor(self.config.mask_token_id, device=embeds.device))
+        return self.mask_embedding(torch.tensor(0, device=embeds.device)).to(embeds.dtype)
+
+    def prepare_call(self, target: PreTrainedModel, input_ids, generation_config, model_kwargs: dict) -> bool:
+        """
+        Looks at a call of `target.generate` before it begins; the generation hook calls this.
+
+        Returns:
+            `bool`: Whether to draft for it. If not, it is to run plain, and one warning per reason has said why.
+
+        Raises:
+            ValueError: The call can never be drafted for.
+        """
+        check_call(self, target, model_kwargs)
+        reason = reason_not_to_draft(self, input_ids, generation_config, model_kwargs)
+        if reason is not None:
+            self._tell_once(f"Generating without drafts: {reason}.")
+            return False
+        cache = cache_of(model_kwargs)
+        if num_cached := cache.get_seq_length():
+            # Assisted decoding would feed the whole text again on top of what the cache holds.
+            self._tell_once(
+                "past_key_values holds part of the text already, but assisted decoding has to feed all of it again: "
+                "the text is right, its prefill dearer."
+            )
+            cache.crop(-num_cached)
+        return True
+
+    def _tell_once(self, message: str):
+        if message not in self._told:
+            self._told.add(message)
+            logger.warning(message)
 
     def make_candidate_generator(
         self, target, generation_config, model_kwargs, target_tokenizer=None, assistant_tokenizer=None

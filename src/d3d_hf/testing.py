@@ -5,15 +5,18 @@ packed passes and then overrides their logits, so that all bookkeeping is the re
 """
 
 import functools
+import string
 from collections.abc import Callable, Sequence
 
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -77,6 +80,31 @@ def tiny_model(
         torch.manual_seed(seed)
         model = _CLASSES[architecture]._from_config(config, attn_implementation=attn_implementation)
     return model.float().eval()
+
+
+def tiny_tokenizer(vocab_size: int = 67) -> PreTrainedTokenizerFast:
+    """
+    A tokenizer for the tiny models: every token but `<pad>` (0) and `<s>` (1) is one character, so that stop strings
+    of `n` characters are `n` tokens long. Its chat template writes one letter per role.
+
+    Raises:
+        ValueError: More tokens than it has characters for, or fewer than stop strings need (`a` to `f`).
+    """
+    characters = string.ascii_letters + string.digits + " .\n"
+    if not 8 <= vocab_size <= len(characters) + 2:
+        raise ValueError(f"vocab_size is {vocab_size}: give 8 to {len(characters) + 2}.")
+    vocab = {token: i for i, token in enumerate(["<pad>", "<s>", *characters[: vocab_size - 2]])}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(["<pad>", "<s>"])
+    template = (
+        "{% for m in messages %}{{ m['role'][0] + m['content'] + '.' }}{% endfor %}"
+        "{% if add_generation_prompt %}a{% endif %}"
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", pad_token="<pad>", unk_token="<pad>", chat_template=template
+    )
 
 
 def memoryless_model(vocab_size: int = 11, seed: int = 0, spread: float = 2.0) -> PreTrainedModel:
@@ -239,5 +267,6 @@ __all__ = [
     "scripted_drafter",
     "tiny_config",
     "tiny_model",
+    "tiny_tokenizer",
     "transition_logits",
 ]

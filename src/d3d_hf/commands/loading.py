@@ -1,0 +1,140 @@
+"""What the commands load, and the one-line errors where it cannot be loaded."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+
+from .. import embedded
+from ..cli import UsageError
+from ..configuration_d3d import D3DConfig
+from ..modeling_d3d import D3DDrafterForCausalLM
+from .arguments import one_line
+
+
+@dataclass
+class Loaded:
+    """
+    Attributes:
+        target (`PreTrainedModel`): The model that answers.
+        tokenizer (`PreTrainedTokenizerBase`): The target's.
+        drafter ([`D3DDrafterForCausalLM`]): The model that drafts.
+        is_untrained (`bool`): Whether the drafter is a plain copy of the target's layers.
+    """
+
+    target: torch.nn.Module
+    tokenizer: object
+    drafter: D3DDrafterForCausalLM
+    is_untrained: bool
+
+
+def load(
+    target: str | None,
+    drafter: str | None,
+    dtype: str = "auto",
+    device: str | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> Loaded:
+    """
+    Loads target, tokenizer and drafter. Configs are read, and mistakes found, before any weights are.
+
+    Args:
+        target (`str`, *optional*): Folder or Hub name; the embedded target by default.
+        drafter (`str`, *optional*): Folder or Hub name; by default a copy of the target's own layers.
+        dtype (`str`, *optional*, defaults to `"auto"`): Of both.
+        device (`str`, *optional*): Of both; by default a CUDA device if there is one.
+        attn_implementation (`str`, *optional*): Of both; the drafter keeps its own where flash attention is asked for.
+        trust_remote_code (`bool`, *optional*, defaults to `False`): Whether the target may bring code of its own.
+
+    Raises:
+        UsageError: Something cannot be found or loaded, or the two do not fit together.
+    """
+    device = _usable_device(device)
+    target = target or embedded.TARGET_NAME
+    drafter_config = None if drafter is None else read_drafter_config(drafter, "--drafter")
+    attention = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    try:
+        source = embedded.resolve(target)
+        target_config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        if drafter_config is not None:
+            _refuse_other_vocabulary(drafter, drafter_config, target, target_config)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        target_model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, trust_remote_code=trust_remote_code, **attention
+        )
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise UsageError(
+            f"--target {target!r} cannot be loaded: give the folder or the Hub name of a causal language model with "
+            f"its tokenizer. {one_line(error)}"
+        ) from error
+    target_model = target_model.to(device).eval()
+    try:
+        if drafter is None:
+            return Loaded(target_model, tokenizer, D3DDrafterForCausalLM.from_backbone(target_model), True)
+        # Packed masks are 4D, which no flash implementation takes.
+        attention = {} if "flash" in (attn_implementation or "") else attention
+        drafter_model = D3DDrafterForCausalLM.from_pretrained(drafter, dtype=dtype, **attention)
+    except (OSError, ValueError) as error:
+        if drafter is None:
+            message = f"--target {target!r} cannot draft for itself: give a --drafter. {one_line(error)}"
+        else:
+            message = f"--drafter {drafter!r} cannot be loaded. {one_line(error)}"
+        raise UsageError(message) from error
+    return Loaded(target_model, tokenizer, drafter_model.to(device).eval(), False)
+
+
+def read_drafter_config(name_or_path: str, argument: str) -> D3DConfig:
+    """
+    A drafter's config, without its weights.
+
+    Args:
+        name_or_path (`str`): Folder or Hub name.
+        argument (`str`): What the user calls it, for the messages.
+
+    Raises:
+        UsageError: There is no config, or it is not a drafter's.
+    """
+    mend = "give the folder or the Hub name of a drafter that D3DDrafterForCausalLM.save_pretrained wrote"
+    if os.path.isdir(name_or_path) and not os.path.isfile(os.path.join(name_or_path, "config.json")):
+        raise UsageError(f"{argument} {name_or_path!r} is a folder without a config.json: {mend}.")
+    try:
+        content, _ = PreTrainedConfig.get_config_dict(name_or_path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{argument} {name_or_path!r} cannot be found or read: {mend}. {one_line(error)}") from error
+    model_type = content.get("model_type")
+    if model_type != D3DConfig.model_type:
+        raise UsageError(
+            f"{argument} {name_or_path!r} is no D3D drafter: its model_type is {model_type!r}, not "
+            f"{D3DConfig.model_type!r}; {mend}."
+        )
+    try:
+        return D3DConfig.from_dict(content)
+    except (ValueError, TypeError, KeyError) as error:
+        raise UsageError(f"{argument} {name_or_path!r} has an unusable config.json. {one_line(error)}") from error
+
+
+def _refuse_other_vocabulary(drafter: str, drafter_config: D3DConfig, target: str, target_config: PreTrainedConfig):
+    target_size = target_config.get_text_config(decoder=True).vocab_size
+    if drafter_config.vocab_size != target_size:
+        trained_for = drafter_config.target_name_or_path
+        raise UsageError(
+            f"--drafter {drafter!r} drafts in a vocabulary of {drafter_config.vocab_size} tokens and --target "
+            f"{target!r} has {target_size}: give a drafter of this target"
+            + (f", or the target {trained_for!r}, which it was made for." if trained_for else ".")
+        )
+
+
+def _usable_device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UsageError(f"--device {name!r} is not usable here: give cpu, cuda or cuda:N. {one_line(error)}") from error
+    return device
+
+
+__all__ = ["Loaded", "load", "read_drafter_config"]
