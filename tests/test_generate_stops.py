@@ -6,7 +6,14 @@ from scipy.stats import chi2
 from transformers import StoppingCriteria
 
 from d3d_hf import D3DDrafterForCausalLM
-from d3d_hf.testing import ForwardCounter, memoryless_model, oracle_drafter, tiny_model, tiny_tokenizer, transition_logits
+from d3d_hf.testing import (
+    ForwardCounter,
+    memoryless_model,
+    oracle_drafter,
+    tiny_model,
+    tiny_tokenizer,
+    transition_logits,
+)
 from lossless import PROMPT_LENGTH, assert_same_for_every_drafter, generate, prompt_of
 
 
@@ -47,7 +54,9 @@ def test_several_eos_ids_and_none(target, prompt, free):
     assert assert_same_for_every_drafter(target, prompt, eos_token_id=None).shape[1] == PROMPT_LENGTH + NEW
 
 
-@pytest.mark.parametrize("kwargs", [{"min_new_tokens": 20}, {"min_length": PROMPT_LENGTH + 13}, {"min_new_tokens": NEW}])
+@pytest.mark.parametrize(
+    "kwargs", [{"min_new_tokens": 20}, {"min_length": PROMPT_LENGTH + 13}, {"min_new_tokens": NEW}]
+)
 def test_minimum_lengths_against_an_early_eos(target, prompt, free, kwargs):
     eos = int(free[0, PROMPT_LENGTH + 3])
     assert_same_for_every_drafter(target, prompt, eos_token_id=eos, pad_token_id=0, **kwargs)
@@ -70,7 +79,7 @@ def test_a_prompt_that_ends_in_eos(target, free, num_new_tokens):
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
-@pytest.mark.parametrize("index", range(0, 14))
+@pytest.mark.parametrize("index", range(14))
 def test_stop_strings_of_one_to_three_tokens(target, prompt, free, index, length):
     """Ending at every slot, beginning in the block before, or with the first token of all."""
     tokenizer = tiny_tokenizer()
@@ -144,7 +153,7 @@ class StopsAfter(StoppingCriteria):
         return torch.full((input_ids.shape[0],), done)
 
 
-@pytest.mark.parametrize("extra", range(0, 9))
+@pytest.mark.parametrize("extra", range(9))
 def test_custom_criteria_are_seen_at_the_ends_of_blocks_only(target, prompt, free, extra):
     """As under every assistant of transformers (README says so): the text may run on to the end of its round."""
     wanted = PROMPT_LENGTH + 4 + extra

@@ -5,14 +5,12 @@ import importlib
 import os
 import sys
 
+from .commands.arguments import UsageError
+
 
 # Each is a module of d3d_hf.commands with `add_command(commands)`, which adds a parser and sets its `run(args)`. Such
 # a module imports what its work needs inside `run`, so that --help stays fast.
 _COMMANDS = ("generate", "info")
-
-
-class UsageError(Exception):
-    """What the user asked for cannot be done. The message is one line that names the value and what to give instead."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -66,11 +64,8 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
-__all__ = ["UsageError", "main", "make_parser"]
+__all__ = ["main", "make_parser"]
 
 
 if __name__ == "__main__":
-    # This file runs as `__main__`; the commands raise the UsageError of the module that they import.
-    from d3d_hf.cli import main
-
     sys.exit(main())

@@ -1,8 +1,12 @@
-"""Types of command line arguments whose errors say what to give instead."""
+"""What is wrong with a command line, in one line, and types of arguments that say it."""
 
 import argparse
 import math
 from collections.abc import Callable
+
+
+class UsageError(Exception):
+    """What the user asked for cannot be done: one line that names the value and what to give instead."""
 
 
 def whole_number(low: int) -> Callable[[str], int]:
@@ -42,4 +46,4 @@ def one_line(error: BaseException, max_length: int = 300) -> str:
     return text if len(text) <= max_length else f"{text[:max_length].rstrip()} ..."
 
 
-__all__ = ["one_line", "real_number", "whole_number"]
+__all__ = ["UsageError", "one_line", "real_number", "whole_number"]

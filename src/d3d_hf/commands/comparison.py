@@ -1,5 +1,6 @@
 """Two answers to one prompt: where they part, and how close the target's choice was there."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -52,8 +53,8 @@ def first_difference(
             logits = model(prefix).logits[0, -1]  # (vocab_size,)
         pair = logits[[plain_id, drafted_id]]
         difference.logit_gap = float(pair[0].float() - pair[1].float())
-        larger = pair.abs().max()
-        difference.rounding = float(torch.nextafter(larger, torch.full_like(larger, torch.inf)).sub(larger))
+        _, exponent = math.frexp(float(pair.abs().max()))
+        difference.rounding = torch.finfo(logits.dtype).eps * 2.0 ** (exponent - 1)
     return difference
 
 

@@ -7,10 +7,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from .. import embedded
-from ..cli import UsageError
 from ..configuration_d3d import D3DConfig
 from ..modeling_d3d import D3DDrafterForCausalLM
-from .arguments import one_line
+from .arguments import UsageError, one_line
 
 
 @dataclass
@@ -133,7 +132,9 @@ def _usable_device(name: str | None) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UsageError(f"--device {name!r} is not usable here: give cpu, cuda or cuda:N. {one_line(error)}") from error
+        raise UsageError(
+            f"--device {name!r} is not usable here: give cpu, cuda or cuda:N. {one_line(error)}"
+        ) from error
     return device
 
 
