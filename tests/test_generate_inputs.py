@@ -1,4 +1,4 @@
-"""What a call of generate may be given: masks, positions, caches of earlier turns, embeddings, any length of prompt."""
+"""What a call of generate may be given: masks, positions, earlier caches, embeddings, any length of prompt."""
 
 import pytest
 import torch
