@@ -65,6 +65,7 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
         self._tied_weights_keys = backbone._tied_weights_keys
         self._no_split_modules = backbone._no_split_modules
         self._told = set()
+        self._cache_argument = cache_argument(backbone)
         self._takes_logits_to_keep = backbone._supports_logits_to_keep()
         self.mask_embedding = None
         if config.mask_token_id is None:
@@ -163,16 +164,21 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        layout: PackedLayout | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
         r"""
-        The backbone's ordinary causal language model; mask slots play no part in it.
+        The backbone's ordinary causal language model, or a packed pass if a layout is given.
 
         Args:
             input_ids (`torch.LongTensor` of shape `(batch, length)`): Token ids.
             labels (`torch.LongTensor` of shape `(batch, length)`, *optional*): For the next-token loss, -100 ignored.
+            layout ([`PackedLayout`], *optional*):
+                Makes this `packed_forward(input_ids, layout, ...)`, for wrappers such as DDP that know `forward` alone.
             kwargs: Whatever else the backbone's forward takes, its KV cache included.
         """
+        if layout is not None:
+            return self.packed_forward(input_ids, layout, logits_to_keep=logits_to_keep, **kwargs)
         if self._takes_logits_to_keep:
             kwargs["logits_to_keep"] = logits_to_keep
         return self._backbone(
@@ -205,26 +211,50 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
             layout ([`PackedLayout`]): Positions and visibility, on the device of `input_ids`.
             cache (`Cache`, *optional*):
                 Holds `layout.num_cached` context tokens and is extended by every token of the pass, slots included.
-            logits_to_keep (`int` or `torch.LongTensor` of shape `(rows,)`, *optional*, defaults to 0):
-                Tokens to compute logits for: the last so many (0: all), or those at these indices of the pass.
+            logits_to_keep (`int`, `torch.LongTensor` or `torch.BoolTensor`, *optional*, defaults to 0):
+                Tokens to compute logits for: the last so many (0: all); those at the indices of a `(rows,)` tensor; or
+                those where a `(batch, tokens)` mask is true.
 
         Returns:
-            The backbone's output. `logits` has shape `(batch, rows, embedding_rows)`; as in any causal language model
-            the output at position `p` predicts the token at `p + 1`, for context, visible tokens and mask slots alike.
+            `CausalLMOutputWithPast` with `logits` of shape `(batch, rows, embedding_rows)`, or `(rows,
+            embedding_rows)` where a mask chose them. As in any causal language model the output at position `p`
+            predicts the token at `p + 1`, for context, visible tokens and mask slots alike.
         """
         embeds = self.get_input_embeddings()(input_ids)
         if not layout.is_plain_causal:
             embeds = torch.where(layout.is_mask_slot[..., None], self._mask_vector(embeds), embeds)
         if cache is not None:
-            kwargs[cache_argument(self._backbone)] = cache
-        return self.forward(
+            kwargs[self._cache_argument] = cache
+        outputs = self._backbone.base_model(
             inputs_embeds=embeds,
             position_ids=layout.position_ids,
             attention_mask=attention_masks(layout, self._backbone.config, embeds.dtype),
             use_cache=cache is not None,
-            logits_to_keep=logits_to_keep,
             **kwargs,
         )
+        hidden_states = outputs.last_hidden_state  # (batch, tokens, hidden)
+        if isinstance(logits_to_keep, int):
+            hidden_states = hidden_states[:, -logits_to_keep or None :]
+        elif logits_to_keep.dtype == torch.bool:
+            hidden_states = hidden_states[logits_to_keep]
+        else:
+            hidden_states = hidden_states[:, logits_to_keep]
+        return CausalLMOutputWithPast(logits=self.project(hidden_states))
+
+    def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """
+        The backbone's own way from last hidden states to logits, its scales and soft caps included.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(..., hidden)`): As the base model returns them.
+
+        Returns:
+            `torch.Tensor` of shape `(..., embedding_rows)`.
+        """
+        head = copy.copy(self._backbone)
+        object.__setattr__(head, "_modules", {**self._modules, self.base_model_prefix: _GivenHiddenStates()})
+        rows = hidden_states.reshape(1, -1, hidden_states.shape[-1])
+        return head(inputs_embeds=rows, use_cache=False).logits.unflatten(1, hidden_states.shape[:-1])[0]
 
     def _mask_vector(self, embeds: torch.Tensor) -> torch.Tensor:
         """The mask embedding, shape `(hidden,)`: it stands where scaled embeddings stand."""
@@ -289,6 +319,23 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
         if is_generation_hook_installed():
             _warn_of_bypassed_hook()
         return generate_as_assistant(self, *args, **kwargs)
+
+
+class _GivenHiddenStates(nn.Module):
+    """Stands in for the base model of a causal language model and returns the hidden states that it is given."""
+
+    class Output:
+        def __init__(self, last_hidden_state: torch.Tensor):
+            self.last_hidden_state = last_hidden_state
+
+        def __getitem__(self, index):
+            return (self.last_hidden_state,)[index]
+
+        def __getattr__(self, name):
+            return None  # caches, attentions, router logits: there are none
+
+    def forward(self, *args, inputs_embeds: torch.Tensor, **kwargs) -> Output:
+        return self.Output(inputs_embeds)
 
 
 _warned_of_bypassed_hook = False

@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from .. import embedded
@@ -54,6 +55,8 @@ def load(
     target = target or embedded.TARGET_NAME
     drafter_config = None if drafter is None else read_drafter_config(drafter, "--drafter")
     attention = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    mend = "give the folder or the Hub name of a causal language model with its tokenizer"
+    _refuse_other_folders(target, "--target", mend)
     try:
         source = embedded.resolve(target)
         target_config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
@@ -63,11 +66,10 @@ def load(
         target_model = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, trust_remote_code=trust_remote_code, **attention
         )
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise UsageError(
-            f"--target {target!r} cannot be loaded: give the folder or the Hub name of a causal language model with "
-            f"its tokenizer. {one_line(error)}"
-        ) from error
+    except OSError as error:
+        raise UsageError(f"--target {target!r} cannot be found or read: {mend}. {one_line(error)}") from error
+    except (ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
+        raise UsageError(f"--target {target!r} cannot be loaded as asked: {one_line(error)}") from error
     target_model = target_model.to(device).eval()
     try:
         if drafter is None:
@@ -75,11 +77,11 @@ def load(
         # Packed masks are 4D, which no flash implementation takes.
         attention = {} if "flash" in (attn_implementation or "") else attention
         drafter_model = D3DDrafterForCausalLM.from_pretrained(drafter, dtype=dtype, **attention)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
         if drafter is None:
             message = f"--target {target!r} cannot draft for itself: give a --drafter. {one_line(error)}"
         else:
-            message = f"--drafter {drafter!r} cannot be loaded. {one_line(error)}"
+            message = f"--drafter {drafter!r} cannot be loaded: fetch it or save it again. {one_line(error)}"
         raise UsageError(message) from error
     return Loaded(target_model, tokenizer, drafter_model.to(device).eval(), False)
 
@@ -96,8 +98,7 @@ def read_drafter_config(name_or_path: str, argument: str) -> D3DConfig:
         UsageError: There is no config, or it is not a drafter's.
     """
     mend = "give the folder or the Hub name of a drafter that D3DDrafterForCausalLM.save_pretrained wrote"
-    if os.path.isdir(name_or_path) and not os.path.isfile(os.path.join(name_or_path, "config.json")):
-        raise UsageError(f"{argument} {name_or_path!r} is a folder without a config.json: {mend}.")
+    _refuse_other_folders(name_or_path, argument, mend)
     try:
         content, _ = PreTrainedConfig.get_config_dict(name_or_path)
     except (OSError, ValueError) as error:
@@ -112,6 +113,14 @@ def read_drafter_config(name_or_path: str, argument: str) -> D3DConfig:
         return D3DConfig.from_dict(content)
     except (ValueError, TypeError, KeyError) as error:
         raise UsageError(f"{argument} {name_or_path!r} has an unusable config.json. {one_line(error)}") from error
+
+
+def _refuse_other_folders(name_or_path: str, argument: str, mend: str):
+    if os.path.isdir(name_or_path):
+        if not os.path.isfile(os.path.join(name_or_path, "config.json")):
+            raise UsageError(f"{argument} {name_or_path!r} is a folder without a config.json: {mend}.")
+    elif os.path.exists(name_or_path) or name_or_path.startswith((".", "~", os.sep)):
+        raise UsageError(f"{argument} {name_or_path!r} is no folder: {mend}.")
 
 
 def _refuse_other_vocabulary(drafter: str, drafter_config: D3DConfig, target: str, target_config: PreTrainedConfig):
