@@ -174,7 +174,7 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
             input_ids (`torch.LongTensor` of shape `(batch, length)`): Token ids.
             labels (`torch.LongTensor` of shape `(batch, length)`, *optional*): For the next-token loss, -100 ignored.
             layout ([`PackedLayout`], *optional*):
-                Makes this `packed_forward(input_ids, layout, ...)`, for wrappers such as DDP that know `forward` alone.
+                Makes this `packed_forward(input_ids, layout, ...)`, for wrappers like DDP that know `forward` alone.
             kwargs: Whatever else the backbone's forward takes, its KV cache included.
         """
         if layout is not None:

@@ -72,7 +72,7 @@ def draft_outcomes(
     truth = contexts.gather(1, places.clamp(max=length - 1).flatten(1)).view_as(places)
     truth = torch.where(is_text, truth, -1)
 
-    # Three branches per position: block_size - 1 masks; block_size masks; the true next token and block_size - 1 masks.
+    # Three branches per position: size - 1 masks; size masks; the true next token and size - 1 masks.
     branch_slots = (size - 1, size, size)
     shown = torch.tensor([0, 0, 1], device=contexts.device).repeat(num_positions).expand(batch, -1)
     slots = torch.zeros(batch, num_positions, sum(branch_slots), dtype=torch.long, device=contexts.device)

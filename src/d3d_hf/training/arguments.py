@@ -25,7 +25,7 @@ class D3DTrainingArguments(TrainingArguments):
             Least share of a branch's slots that stays masked. 1.0 masks all of them (but the visible token above);
             below, each branch shows a random number of its first slots, for several denoising steps at inference.
         distillation_weight (`float`, *optional*, defaults to 0.0):
-            Share of the loss on a teacher's logits, which needs `D3DTrainer(teacher_model=...)`; the rest is on tokens.
+            Share of the loss on a teacher's logits, which needs `D3DTrainer(teacher_model=)`; the rest is on tokens.
         distillation_temperature (`float`, *optional*, defaults to 1.0):
             Softens teacher and drafter in that share.
         eval_blocks_per_sequence (`int`, *optional*, defaults to 16):
@@ -33,9 +33,13 @@ class D3DTrainingArguments(TrainingArguments):
     """
 
     blocks_per_sequence: int = field(default=16, metadata={"help": "Branches per sequence in a packed pass."})
-    block_loss_decay: float = field(default=0.8, metadata={"help": "Weight of a mask slot relative to the one before."})
+    block_loss_decay: float = field(
+        default=0.8, metadata={"help": "Weight of a mask slot relative to the one before."}
+    )
     ar_loss_weight: float = field(default=0.5, metadata={"help": "Weight of the next-token loss; 0 turns it off."})
-    visible_token_share: float = field(default=0.5, metadata={"help": "Share of branches that show their first token."})
+    visible_token_share: float = field(
+        default=0.5, metadata={"help": "Share of branches that show their first token."}
+    )
     denoising_mask_ratio: float = field(default=1.0, metadata={"help": "Least share of a branch's slots left masked."})
     distillation_weight: float = field(default=0.0, metadata={"help": "Share of the loss on a teacher's logits."})
     distillation_temperature: float = field(default=1.0, metadata={"help": "Softens teacher and drafter."})

@@ -144,9 +144,9 @@ class DraftingCollator:
         block_loss_decay (`float`): Weight of a mask slot relative to the one before.
 
     Returns:
-        `dict` with `input_ids`, `labels` (-100: not supervised) and `loss_weights`, of shape `(batch, length + blocks *
-        block_size)`; `context_mask` of shape `(batch, length)`; `anchors` and `num_visible` of shape `(batch, blocks)`.
-        A label is what the output at its own place must predict.
+        `dict` with `input_ids`, `labels` (-100: not supervised) and `loss_weights`, of shape
+        `(batch, length + blocks * block_size)`; `context_mask` of shape `(batch, length)`; `anchors` and `num_visible`
+        of shape `(batch, blocks)`. A label is what the output at its own place must predict.
     """
 
     def __init__(self, block_size: int, block_loss_decay: float):

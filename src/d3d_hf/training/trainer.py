@@ -138,9 +138,7 @@ class D3DTrainer(Trainer):
         is_context[:, :context_length] = True
         is_context = is_context[supervised]
 
-        outputs = model(
-            input_ids=inputs["input_ids"], layout=self._layout(inputs), logits_to_keep=supervised
-        )
+        outputs = model(input_ids=inputs["input_ids"], layout=self._layout(inputs), logits_to_keep=supervised)
         teacher_logits = self._teacher_logits(inputs, supervised)
         losses = token_loss(
             outputs.logits, labels, teacher_logits, self.args.distillation_weight, self.args.distillation_temperature
