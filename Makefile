@@ -36,6 +36,8 @@ USABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[
 FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.13 python3.11 python3 python); do \
 	if "$$p" -c "$(USABLE)" >/dev/null 2>&1; then echo "$$p"; break; fi; done
 
+# `make -n` runs lines that name MAKE itself.
+SUBMAKE := $(MAKE)
 INSTALLED := import importlib.metadata; print(importlib.metadata.version('transformers'))
 
 .PHONY: demo test test-slow test-generation test-oldest test-matrix quality style clean
@@ -83,7 +85,7 @@ test-matrix:
 	for version in $(MATRIX); do \
 		log=build/matrix/$$version.log; \
 		echo "Testing on transformers $$version; the log is $$log"; \
-		if $(MAKE) --no-print-directory test-on-$$version >$$log 2>&1; then \
+		if $(SUBMAKE) --no-print-directory test-on-$$version >$$log 2>&1; then \
 			result=passed; \
 		else \
 			result=FAILED; touch build/matrix/failed; cat $$log; \

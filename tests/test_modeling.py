@@ -235,12 +235,27 @@ def test_arguments_are_checked(arguments, message):
         D3DDrafterForCausalLM.from_backbone(tiny_model("llama"), **arguments)
 
 
+def test_a_target_with_flash_attention_gives_a_drafter_with_sdpa():
+    model = tiny_model("llama")
+    model.config._attn_implementation_internal = "flash_attention_2"
+    drafter = D3DDrafterForCausalLM.from_backbone(model)
+    assert drafter.config.backbone_config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "flash_attention_2"
+
+
 def test_adapters_and_drafters_are_refused_as_backbones():
     model = tiny_model("llama")
     with pytest.raises(ValueError, match="merge_and_unload"):
         D3DDrafterForCausalLM.from_backbone(get_peft_model(model, LoraConfig(target_modules=["q_proj"])))
     with pytest.raises(ValueError, match="already"):
         D3DDrafterForCausalLM.from_backbone(D3DDrafterForCausalLM.from_backbone(tiny_model("llama")))
+
+
+def test_models_without_their_weights_are_refused():
+    with torch.device("meta"):
+        model = tiny_model("llama")
+    with pytest.raises(ValueError, match="LlamaForCausalLM is quantised or keeps weights elsewhere.*load it in full"):
+        D3DDrafterForCausalLM.from_backbone(model)
 
 
 def test_rescaling_rope_reaches_its_original_length_only():

@@ -10,7 +10,7 @@ from .commands.arguments import UsageError
 
 # Each is a module of d3d_hf.commands with `add_command(commands)`, which adds a parser and sets its `run(args)`. Such
 # a module imports what its work needs inside `run`, so that --help stays fast.
-_COMMANDS = ("generate", "info")
+_COMMANDS = ("generate", "info", "regenerate", "train", "evaluate")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -46,7 +46,9 @@ def main(argv: list[str] | None = None) -> int:
         130 after Ctrl-C.
     """
     try:
+        argv = sys.argv[1:] if argv is None else argv
         args = make_parser().parse_args(argv)
+        args.argv = ["d3d-hf", *argv]
         status = args.run(args)
         sys.stdout.flush()
         return status

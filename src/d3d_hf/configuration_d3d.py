@@ -39,6 +39,8 @@ class D3DConfig(PreTrainedConfig):
             The model that the drafter drafts for.
         kept_layers (`list[int]`, *optional*):
             Indices, in the model that the backbone was copied from, of the layers that were kept; `None` for all.
+        adapter_base (`str`, *optional*):
+            Name or path of the model that the drafter's adapter belongs to, if it is stored as one.
         training_recipe (`dict`, *optional*):
             How the drafter was trained (data, chat template and its settings, losses), for the model card.
     """
@@ -55,6 +57,7 @@ class D3DConfig(PreTrainedConfig):
         vocab_size: int | None = None,
         target_name_or_path: str | None = None,
         kept_layers: list[int] | None = None,
+        adapter_base: str | None = None,
         training_recipe: dict[str, Any] | None = None,
         **kwargs,
     ):
@@ -75,6 +78,7 @@ class D3DConfig(PreTrainedConfig):
         self.vocab_size = getattr(backbone_config, "vocab_size", None) if vocab_size is None else vocab_size
         self.target_name_or_path = target_name_or_path
         self.kept_layers = kept_layers
+        self.adapter_base = adapter_base
         self.training_recipe = training_recipe
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             kwargs.setdefault(name, getattr(backbone_config, name, None))

@@ -8,11 +8,19 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from .adapters import (
+    attach_adapter,
+    check_base,
+    hub_arguments,
+    load_base,
+    save_adapter,
+    share_parameters,
+    state_with_layers,
+)
 from .backbones import (
     cache_argument,
     check_packable,
     config_with_layers,
-    decoder_layers,
     refuse_unpackable,
     resolve_kept_layers,
 )
@@ -120,6 +128,11 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
             )
         if isinstance(model, D3DDrafterForCausalLM):
             raise ValueError("The model is a D3D drafter already: load or copy it instead.")
+        if getattr(model, "is_quantized", False) or any(p.device.type == "meta" for p in model.parameters()):
+            raise ValueError(
+                f"{type(model).__name__} is quantised or keeps weights elsewhere, so that they cannot be copied: load "
+                f"it in full, e.g. from_backbone({model.config.name_or_path!r})."
+            )
         source_config = model.config
         check_packable(source_config)
         kept = resolve_kept_layers(kept_layers, source_config.num_hidden_layers)
@@ -133,15 +146,98 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
             target_name_or_path=source_config.name_or_path or None,
             kept_layers=kept,
         )
-        drafter = cls._from_config(config, dtype=model.dtype, attn_implementation=source_config._attn_implementation)
-        drafter = drafter.to(model.device)
-        drafter._backbone.load_state_dict(_state_with_layers(model, kept), strict=False)
+        drafter = cls._copy_of(model, config)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(drafter.generation_config, name, getattr(model.generation_config, name, None))
         if drafter.mask_embedding is not None:
             with torch.no_grad():
                 drafter.mask_embedding.weight.copy_(drafter.get_input_embeddings().weight.float().mean(dim=0))
         return drafter.eval()
+
+    @classmethod
+    def _copy_of(cls, model: PreTrainedModel, config: D3DConfig) -> "D3DDrafterForCausalLM":
+        """A drafter with the weights of a model's kept layers; its mask embedding is left to the caller."""
+        attn_implementation = _packable_attention(model)
+        drafter = cls._from_config(config, dtype=model.dtype, attn_implementation=attn_implementation).to(model.device)
+        missing, unexpected = drafter._backbone.load_state_dict(
+            state_with_layers(model, config.kept_layers), strict=False
+        )
+        if unexpected or set(missing) - {"mask_embedding.weight"}:
+            raise ValueError(
+                f"The layers {config.kept_layers} of {type(model).__name__} do not make a model of its own "
+                f"architecture (missing {missing}, unexpected {unexpected}): choose other kept_layers."
+            )
+        return drafter
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path, *args, merge_adapter: bool = True, **kwargs
+    ) -> "D3DDrafterForCausalLM":
+        r"""
+        `PreTrainedModel.from_pretrained`, for drafters that are stored as an adapter too.
+
+        Args:
+            pretrained_model_name_or_path (`str` or `os.PathLike`): Folder or Hub name.
+            merge_adapter (`bool`, *optional*, defaults to `True`):
+                Whether an adapter is merged into the weights of its base, or kept beside them.
+            kwargs: As in `PreTrainedModel.from_pretrained`; the base of an adapter is loaded with them.
+
+        Raises:
+            ValueError: The adapter belongs to a model of another shape than its base.
+        """
+        name, config = pretrained_model_name_or_path, kwargs.get("config")
+        where = hub_arguments(kwargs)
+        subfolder = kwargs.get("subfolder", "")
+        if config is None:
+            config = cls.config_class.from_pretrained(name, subfolder=subfolder, **where)
+        if config.adapter_base is None:
+            return super().from_pretrained(name, *args, **kwargs)
+        for argument in ("config", "subfolder", *where):
+            kwargs.pop(argument, None)
+        base = load_base(config, **kwargs)
+        check_base(config, base)
+        wrapped = attach_adapter(cls._copy_of(base, config), str(name), subfolder=subfolder, **where)
+        if not merge_adapter:
+            return wrapped.get_base_model().eval()
+        drafter = wrapped.merge_and_unload()
+        drafter.config.adapter_base = None
+        if hasattr(drafter, "peft_config"):
+            del drafter.peft_config
+        return drafter.eval()
+
+    @classmethod
+    def from_target(cls, target: PreTrainedModel, adapter: str, **kwargs) -> "D3DDrafterForCausalLM":
+        r"""
+        A drafter that is an adapter on the live target: it shares the memory of the target's parameters and adds the
+        adapter's alone. The target itself is not changed. Move or cast the target before, not afterwards: the memory
+        is shared as it is.
+
+        Args:
+            target (`PreTrainedModel`): The loaded base of the adapter.
+            adapter (`str` or `os.PathLike`): Folder or Hub name of an adapter drafter.
+            kwargs: `revision`, `cache_dir`, `token`, `local_files_only`, `force_download`, `subfolder`.
+
+        Raises:
+            ValueError: What is at `adapter` is no adapter drafter, or of a model of another shape.
+        """
+        subfolder, where = kwargs.get("subfolder", ""), hub_arguments(kwargs)
+        config = cls.config_class.from_pretrained(adapter, subfolder=subfolder, **where)
+        if config.adapter_base is None:
+            raise ValueError(f"{str(adapter)!r} holds a whole drafter: load it with from_pretrained.")
+        check_base(config, target)
+        with torch.device("meta"):
+            drafter = cls._from_config(config, dtype=target.dtype, attn_implementation=_packable_attention(target))
+        share_parameters(drafter, target, config.kept_layers)
+        if drafter.mask_embedding is not None:
+            drafter.mask_embedding.to_empty(device=target.device)
+        return attach_adapter(drafter, str(adapter), subfolder=subfolder, **where).get_base_model().eval()
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """`PreTrainedModel.save_pretrained`; a drafter that carries an adapter is stored as that adapter."""
+        if hasattr(self, "peft_config"):
+            save_adapter(self, save_directory)
+        else:
+            super().save_pretrained(save_directory, *args, **kwargs)
 
     def get_input_embeddings(self) -> nn.Module:
         return self._backbone.get_input_embeddings()
@@ -321,6 +417,12 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
         return generate_as_assistant(self, *args, **kwargs)
 
 
+def _packable_attention(model: PreTrainedModel) -> str:
+    """The model's attention implementation, or SDPA where that one takes no packed masks."""
+    implementation = model.config._attn_implementation
+    return "sdpa" if "flash" in implementation else implementation
+
+
 class _GivenHiddenStates(nn.Module):
     """Stands in for the base model of a causal language model and returns the hidden states that it is given."""
 
@@ -351,24 +453,6 @@ def _warn_of_bypassed_hook():
             f"transformers {transformers.__version__} went past the D3D generation hook although it is installed; "
             f"drafting goes on through the stock assistant protocol. Please report this with your call of generate."
         )
-
-
-def _state_with_layers(model: PreTrainedModel, kept: list[int] | None) -> dict[str, torch.Tensor]:
-    """A model's state dict with only the kept layers, renumbered."""
-    state = model.state_dict()
-    if kept is None:
-        return state
-    layers = decoder_layers(model)
-    prefix = next(name for name, module in model.named_modules() if module is layers) + "."
-    renumbered = {}
-    for name, tensor in state.items():
-        if name.startswith(prefix):
-            index, rest = name[len(prefix) :].split(".", 1)
-            if int(index) not in kept:
-                continue
-            name = f"{prefix}{kept.index(int(index))}.{rest}"
-        renumbered[name] = tensor
-    return renumbered
 
 
 AutoConfig.register("d3d", D3DConfig, exist_ok=True)

@@ -95,7 +95,7 @@ def tiny_tokenizer(vocab_size: int = 67) -> PreTrainedTokenizerFast:
         raise ValueError(f"vocab_size is {vocab_size}: give 8 to {len(characters) + 2}.")
     vocab = {token: i for i, token in enumerate(["<pad>", "<s>", *characters[: vocab_size - 2]])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("(?s)."), "isolated")
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens(["<pad>", "<s>"])
     template = (

@@ -96,17 +96,11 @@ def length_before_stop(
     return tokens.shape[0]
 
 
-def num_accepted(draft_tokens: torch.LongTensor, target_tokens: torch.LongTensor) -> int:
-    """Length of the common prefix of a draft and the target's own tokens, both of shape `(length,)`."""
-    return int((draft_tokens == target_tokens).long().cumprod(dim=0).sum())
-
-
 __all__ = [
     "draw",
     "fit_vocabulary",
     "length_before_stop",
     "length_through_eos",
-    "num_accepted",
     "one_hot_law",
     "warp",
 ]

@@ -51,39 +51,119 @@ def load(
     Raises:
         UsageError: Something cannot be found or loaded, or the two do not fit together.
     """
-    device = _usable_device(device)
+    device = usable_device(device)
     target = target or embedded.TARGET_NAME
     drafter_config = None if drafter is None else read_drafter_config(drafter, "--drafter")
+
+    def check(target_config):
+        if drafter_config is not None:
+            _refuse_other_vocabulary(drafter, drafter_config, target, target_config)
+
+    target_model, tokenizer = load_target(target, dtype, device, attn_implementation, trust_remote_code, check)
+    if drafter is not None:
+        drafter_model = load_drafter(drafter, dtype, device, attn_implementation)
+        return Loaded(target_model, tokenizer, drafter_model, False)
+    try:
+        return Loaded(target_model, tokenizer, D3DDrafterForCausalLM.from_backbone(target_model), True)
+    except ValueError as error:
+        raise UsageError(
+            f"--target {target!r} cannot draft for itself: give a --drafter. {one_line(error)}"
+        ) from error
+
+
+def load_drafter(
+    drafter: str, dtype: str = "auto", device: torch.device | None = None, attn_implementation: str | None = None
+) -> D3DDrafterForCausalLM:
+    """
+    Loads a drafter, in eval mode.
+
+    Args:
+        drafter (`str`): Folder or Hub name.
+        dtype, attn_implementation: As in `load`.
+        device (`torch.device`, *optional*): Where it goes.
+
+    Raises:
+        UsageError: It cannot be loaded.
+    """
+    # Packed masks are 4D, which no flash implementation takes.
+    is_packable = attn_implementation is not None and "flash" not in attn_implementation
+    attention = {"attn_implementation": attn_implementation} if is_packable else {}
+    try:
+        model = D3DDrafterForCausalLM.from_pretrained(drafter, dtype=dtype, **attention)
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
+        raise UsageError(
+            f"--drafter {drafter!r} cannot be loaded: fetch it or save it again. {one_line(error)}"
+        ) from error
+    return model.to(usable_device(None) if device is None else device).eval()
+
+
+def load_target(
+    target: str,
+    dtype: str = "auto",
+    device: torch.device | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    check=lambda config: None,
+) -> tuple[torch.nn.Module, object]:
+    """
+    Loads a target, in eval mode, and its tokenizer.
+
+    Args:
+        target (`str`): Folder or Hub name.
+        dtype, attn_implementation, trust_remote_code: As in `load`.
+        device (`torch.device`, *optional*): Where the model goes.
+        check (`Callable(PreTrainedConfig)`, *optional*): Called with the target's config before any weights are read.
+
+    Raises:
+        UsageError: It cannot be found or loaded.
+    """
     attention = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     mend = "give the folder or the Hub name of a causal language model with its tokenizer"
     _refuse_other_folders(target, "--target", mend)
     try:
         source = embedded.resolve(target)
-        target_config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-        if drafter_config is not None:
-            _refuse_other_vocabulary(drafter, drafter_config, target, target_config)
+        check(AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code))
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-        target_model = AutoModelForCausalLM.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, trust_remote_code=trust_remote_code, **attention
         )
     except OSError as error:
         raise UsageError(f"--target {target!r} cannot be found or read: {mend}. {one_line(error)}") from error
     except (ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"--target {target!r} cannot be loaded as asked: {one_line(error)}") from error
-    target_model = target_model.to(device).eval()
+    return model.to(usable_device(None) if device is None else device).eval(), tokenizer
+
+
+def load_tokenizer(name_or_path: str, argument: str, trust_remote_code: bool = False):
+    """
+    A tokenizer alone.
+
+    Args:
+        name_or_path (`str`): Folder or Hub name.
+        argument (`str`): What the user calls it, for the messages.
+
+    Raises:
+        UsageError: There is none.
+    """
     try:
-        if drafter is None:
-            return Loaded(target_model, tokenizer, D3DDrafterForCausalLM.from_backbone(target_model), True)
-        # Packed masks are 4D, which no flash implementation takes.
-        attention = {} if "flash" in (attn_implementation or "") else attention
-        drafter_model = D3DDrafterForCausalLM.from_pretrained(drafter, dtype=dtype, **attention)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
-        if drafter is None:
-            message = f"--target {target!r} cannot draft for itself: give a --drafter. {one_line(error)}"
-        else:
-            message = f"--drafter {drafter!r} cannot be loaded: fetch it or save it again. {one_line(error)}"
-        raise UsageError(message) from error
-    return Loaded(target_model, tokenizer, drafter_model.to(device).eval(), False)
+        return AutoTokenizer.from_pretrained(embedded.resolve(name_or_path), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise UsageError(
+            f"{argument} {name_or_path!r} gives no tokenizer: give the folder or the Hub name of a model with its "
+            f"tokenizer. {one_line(error)}"
+        ) from error
+
+
+def own_tokenizer(*names: str | None):
+    """The tokenizer of the first of several models that brings one; `None` if none does."""
+    for name in filter(None, names):
+        # A folder of weights alone is no mistake here, and transformers warns of some.
+        if not os.path.isdir(name) or os.path.isfile(os.path.join(name, "tokenizer_config.json")):
+            try:
+                return load_tokenizer(name, "")
+            except UsageError:
+                continue
+    return None
 
 
 def read_drafter_config(name_or_path: str, argument: str) -> D3DConfig:
@@ -134,7 +214,8 @@ def _refuse_other_vocabulary(drafter: str, drafter_config: D3DConfig, target: st
         )
 
 
-def _usable_device(name: str | None) -> torch.device:
+def usable_device(name: str | None) -> torch.device:
+    """The device of that name, by default a CUDA device if there is one."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -147,4 +228,13 @@ def _usable_device(name: str | None) -> torch.device:
     return device
 
 
-__all__ = ["Loaded", "load", "read_drafter_config"]
+__all__ = [
+    "Loaded",
+    "load",
+    "load_drafter",
+    "load_target",
+    "load_tokenizer",
+    "own_tokenizer",
+    "read_drafter_config",
+    "usable_device",
+]

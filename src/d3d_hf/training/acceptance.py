@@ -160,9 +160,23 @@ def mean_metrics(accepted: AcceptedByPosition, is_position: np.ndarray) -> dict[
     return metrics
 
 
-def play_through(
+@dataclass
+class Round:
+    """
+    A round of a generation that was played through.
+
+    Attributes:
+        num_tokens (`int`): Tokens emitted.
+        is_hit (`bool`, *optional*): Whether a guess held the bonus; `None` where there was nothing to guess.
+    """
+
+    num_tokens: int
+    is_hit: bool | None = None
+
+
+def play_rounds(
     outcomes: DraftOutcomes, row: int, prompt_length: int, length: int, num_guesses: int | None = None
-) -> list[int]:
+) -> list[Round]:
     """
     The rounds that `generate` would take over one text, from drafts after all of its positions.
 
@@ -173,14 +187,12 @@ def play_through(
         num_guesses (`int`, *optional*):
             `None` for synchronous drafts; else packed drafts: masked branches and so many guesses of the bonus, of
             which none is the token that was just rejected. The first packed round has no draft.
-
-    Returns:
-        `list[int]`: Tokens emitted in each round.
     """
     accepted = AcceptedByPosition.of(outcomes)
     first = prompt_length - 1
     rounds, position, rejected = [], first, None
     while position < length - 1:
+        is_hit = None
         if num_guesses is None:
             at = position - first
             draft, num_accepted = outcomes.synchronous[row, at], accepted.synchronous[row, at]
@@ -189,13 +201,21 @@ def play_through(
         else:
             at = position - 1 - first
             guesses = [token for token in outcomes.likeliest[row, at] if token != rejected][:num_guesses]
-            kind = "guessed" if outcomes.truth[row, at, 0] in guesses else "masked"
+            is_hit = bool(outcomes.truth[row, at, 0] in guesses) if num_guesses else None
+            kind = "guessed" if is_hit else "masked"
             draft, num_accepted = getattr(outcomes, kind)[row, at], getattr(accepted, kind)[row, at]
         rejected = draft[num_accepted] if num_accepted < len(draft) else None
         num_tokens = int(min(num_accepted + 1, length - 1 - position))
-        rounds.append(num_tokens)
+        rounds.append(Round(num_tokens, is_hit))
         position += num_tokens
     return rounds
+
+
+def play_through(
+    outcomes: DraftOutcomes, row: int, prompt_length: int, length: int, num_guesses: int | None = None
+) -> list[int]:
+    """Tokens emitted in each of [`play_rounds`]."""
+    return [played.num_tokens for played in play_rounds(outcomes, row, prompt_length, length, num_guesses)]
 
 
 def evenly_spread(prompt_length: int, length: int, num_positions: int) -> np.ndarray:
@@ -223,10 +243,12 @@ __all__ = [
     "MAX_GUESSES",
     "AcceptedByPosition",
     "DraftOutcomes",
+    "Round",
     "accepted_lengths",
     "bootstrap_interval",
     "draft_outcomes",
     "evenly_spread",
     "mean_metrics",
+    "play_rounds",
     "play_through",
 ]
