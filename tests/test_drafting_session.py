@@ -109,7 +109,7 @@ def test_the_text_may_outgrow_the_drafters_positions(caplog):
     assert len(session.draft(text[:13], 4)) == 4
     assert len(session.draft(text[:14], 4)) == 0
     assert len(session.draft(text[:15], 4)) == 0
-    assert caplog.text.count("positions end at 16") == 1
+    assert caplog.text.count("positions, which end at 16") == 1
 
 
 def test_a_failed_pass_leaves_a_session_that_works(drafter, monkeypatch):

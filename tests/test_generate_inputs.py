@@ -69,7 +69,7 @@ def test_a_text_that_outgrows_the_drafters_positions(caplog):
     drafter.config.backbone_config.max_position_embeddings = 24
     # Drafting from 6, 12 and 18 tokens on; plain from 24.
     assert_same(target, prompt, drafter, num_forwards=3 + 15, reference=reference)
-    assert caplog.text.count("positions end at 24") == 1
+    assert caplog.text.count("positions, which end at 24") == 1
 
 
 def test_extra_model_arguments(target):

@@ -25,6 +25,8 @@ _TINY_SIZES = {
     "vocab_size_per_layer_input": 32,
 }
 _ALIBI_MODEL_TYPES = ("bloom", "mpt")
+# Config fields of models with one table for the inputs of all layers, or layers that read other layers' keys.
+_TIES_BETWEEN_LAYERS = ("hidden_size_per_layer_input", "num_kv_shared_layers")
 
 
 def cache_argument(model: nn.Module) -> str:
@@ -37,8 +39,15 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     The decoder layers of a causal language model.
 
     Raises:
-        ValueError: The base model has no `nn.ModuleList` of `num_hidden_layers` modules.
+        ValueError: The base model has no `nn.ModuleList` of `num_hidden_layers` modules, or its layers share weights or
+            keys, so that none can be left out.
     """
+    for name in _TIES_BETWEEN_LAYERS:
+        if value := getattr(model.config, name, None):
+            raise ValueError(
+                f"{type(model).__name__} has {name}={value}, which ties its layers to each other: pass "
+                f"kept_layers=None, or a backbone of independent layers."
+            )
     for child in model.base_model.children():
         if isinstance(child, nn.ModuleList) and len(child) == model.config.num_hidden_layers:
             return child
@@ -93,10 +102,17 @@ def max_draft_positions(config: PreTrainedConfig) -> int | None:
     ("dynamic", "longrope") changes the keys already cached, so such a backbone drafts only up to its original length.
     """
     limit = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        limit = rope.get("original_max_position_embeddings") or limit
+    for rope in _rope_settings(config):
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            limit = rope.get("original_max_position_embeddings") or limit
     return limit
+
+
+def _rope_settings(config: PreTrainedConfig) -> list[dict]:
+    """The RoPE settings of a config: one dictionary, or one per layer type below it."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    scaling = getattr(config, "rope_scaling", None) or {}
+    return [rope, scaling, *(part for part in rope.values() if isinstance(part, dict))]
 
 
 def refuse_unpackable(config: PreTrainedConfig):
@@ -108,12 +124,11 @@ def refuse_unpackable(config: PreTrainedConfig):
     """
     name = config.model_type
     reason = None
-    rope = getattr(config, "rope_parameters", None) or {}
     if getattr(config, "is_encoder_decoder", False):
         reason = "it is an encoder-decoder model"
     elif name in _ALIBI_MODEL_TYPES or getattr(config, "alibi", False) or getattr(config, "use_alibi", False):
         reason = "its ALiBi biases go by storage index, not by position"
-    elif "mrope_section" in rope or "mrope_section" in (getattr(config, "rope_scaling", None) or {}):
+    elif any("mrope_section" in rope for rope in _rope_settings(config)):
         reason = "its M-RoPE takes three positions per token"
     elif not hasattr(config, "num_hidden_layers") or not hasattr(config, "vocab_size"):
         reason = "its config is not that of a plain decoder-only language model (take the language model out of it)"
@@ -136,24 +151,39 @@ def _tiny_copy(config: PreTrainedConfig) -> PreTrainedConfig:
         if hasattr(config, "num_key_value_heads"):
             tiny.num_key_value_heads = 4 if kv_heads == heads else 2
     for name, size in _TINY_SIZES.items():
-        if isinstance(getattr(config, name, None), int):
+        is_derived = isinstance(getattr(type(config), name, None), property)
+        if not is_derived and isinstance(getattr(config, name, None), int):
             setattr(tiny, name, size)
     if getattr(config, "sliding_window", None) is not None:
         tiny.sliding_window = 4
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        setattr(tiny, name, None)
+        token = getattr(config, name, None)  # some configs refuse None
+        if token is not None:
+            setattr(tiny, name, [0] if isinstance(token, list) else 0)
     tiny._attn_implementation = "eager"
     return tiny
+
+
+def _check_head(model: PreTrainedModel, embeds: torch.Tensor):
+    """Packed passes run the base model and then the head alone: refuses a model that does not work that way."""
+    outputs = []
+    handle = model.base_model.register_forward_hook(lambda module, args, output: outputs.append(output))
+    model(inputs_embeds=embeds)
+    handle.remove()
+    if len(outputs) != 1 or getattr(outputs[0], "last_hidden_state", None) is None:
+        raise ValueError(f"the head of {type(model).__name__} cannot be run apart from its layers")
 
 
 @torch.no_grad()
 def _probe(config: PreTrainedConfig) -> float:
     """Largest difference between the logits of one packed pass and those of its branches run alone."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         context_length, anchors, num_slots = 9, torch.tensor([[5, 8]]), (3, 3)
-        embeds = torch.randn(1, context_length + 6, model.get_input_embeddings().embedding_dim)
+        width = model.get_input_embeddings().embedding_dim
+        embeds = torch.randn(1, context_length + 6, width, dtype=torch.float32)
+        _check_head(model, embeds)
         num_cached = 4
         key = cache_argument(model)
         cache = DynamicCache()

@@ -1,5 +1,6 @@
 """The bridge to transformers: a `CandidateGenerator` over a drafting session, and the stock assistant protocol."""
 
+import logging
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,6 +17,8 @@ from .generation_stats import GenerationStats
 from .token_chooser import TokenChooser, warpers_of
 from .verification import length_before_stop, length_through_eos, one_hot_law
 
+
+logger = logging.getLogger(__name__)
 
 # Older releases ask the stopping criteria about the candidate before verifying it: if the prompt itself meets one (it
 # ends in EOS) and the draft is empty, they emit nothing at all, where plain generation emits at least one token.
@@ -58,7 +61,7 @@ class D3DCandidateGenerator(CandidateGenerator):
             never_drafted=() if config.mask_token_id is None else (config.mask_token_id,),
             warpers=warpers_of(generation_config) if draws else None,
         )
-        self._session = DraftingSession(drafter, self._chooser, self.options.num_denoising_steps)
+        self._session = self._make_session(drafter)
         self._stop_criteria = stop_criteria
         self._eos_token_ids = _eos_token_ids(generation_config)
         self._max_length = generation_config.max_length
@@ -66,6 +69,9 @@ class D3DCandidateGenerator(CandidateGenerator):
         self.stats = GenerationStats()
         self._verify_start = None
         self._num_known = None
+
+    def _make_session(self, drafter) -> DraftingSession:
+        return DraftingSession(drafter, self._chooser, self.options.num_denoising_steps)
 
     def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.LongTensor, torch.Tensor | None]:
         """
@@ -94,7 +100,9 @@ class D3DCandidateGenerator(CandidateGenerator):
         context = _attended_tokens(input_ids, self._attention_mask)
         if num_tokens < 1 or context.shape[0] == 0:
             return Draft(input_ids.new_empty(0))
-        draft = self._session.draft(context, num_tokens)
+        return self._cut(input_ids, self._session.draft(context, num_tokens))
+
+    def _cut(self, input_ids: torch.LongTensor, draft: Draft) -> Draft:
         eos_token_ids = self._eos_token_ids
         if eos_token_ids is not None:
             eos_token_ids = eos_token_ids.to(draft.tokens.device)
@@ -113,7 +121,7 @@ class D3DCandidateGenerator(CandidateGenerator):
         """Counts the round by its new tokens; `num_matches` does not say the same in all releases."""
         num_new_tokens = input_ids.shape[1] - self._num_known
         if num_new_tokens:
-            self.stats.record_verdict(num_new_tokens, 1e3 * (time.perf_counter() - self._verify_start))
+            self.stats.record_verdict(num_new_tokens, self._verify_start, time.perf_counter())
 
     def close(self):
         """Frees the drafter's cache; called however the generation ends. Idempotent."""
@@ -125,7 +133,8 @@ class D3DCandidateGenerator(CandidateGenerator):
     def _placeholder(self) -> Draft:
         """A draft of one token that ends no generation if it happens to be accepted."""
         ends = [] if self._eos_token_ids is None else self._eos_token_ids.tolist()
-        return Draft(torch.tensor([next(token for token in range(len(ends) + 1) if token not in ends)]))
+        token = next(token for token in range(len(ends) + 1) if token not in ends)
+        return Draft(torch.tensor([token], device="cpu"))
 
 
 class StockAssistant:
@@ -186,7 +195,9 @@ def make_candidate_generator(
     stop_criteria = None
     if generation_config.stop_strings is not None:
         stop_criteria = StopStringCriteria(tokenizer=target_tokenizer, stop_strings=generation_config.stop_strings)
-    generator = D3DCandidateGenerator(
+    options = DraftingOptions.resolve(generation_config, drafter.generation_config, drafter.config.block_size)
+    make = D3DCandidateGenerator if options.drafting_mode == "sync" else _asynchronous_generator()
+    generator = make(
         drafter,
         generation_config,
         attention_mask=model_kwargs.get("attention_mask"),
@@ -195,6 +206,16 @@ def make_candidate_generator(
     )
     drafter.last_generation_stats = generator.stats
     return generator
+
+
+def _asynchronous_generator() -> type[D3DCandidateGenerator]:
+    """The generator of the asynchronous mode; it comes with the package, not with code loaded from a repository."""
+    try:
+        from d3d_hf.async_drafting import AsyncCandidateGenerator
+    except ImportError:
+        logger.warning("drafting_mode='async' needs the d3d_hf package: pip install d3d_hf. Drafting synchronously.")
+        return D3DCandidateGenerator
+    return AsyncCandidateGenerator
 
 
 def generate_as_assistant(
@@ -236,7 +257,7 @@ def _eos_token_ids(generation_config: GenerationConfig) -> torch.LongTensor | No
     eos = generation_config.eos_token_id
     if eos is None:
         return None
-    return torch.as_tensor(eos, dtype=torch.long).reshape(-1)
+    return torch.as_tensor(eos, dtype=torch.long, device="cpu").reshape(-1)
 
 
 def _attended_tokens(input_ids: torch.LongTensor, attention_mask: torch.Tensor | None) -> torch.LongTensor:

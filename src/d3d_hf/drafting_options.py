@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from transformers import GenerationConfig
 
 
-DRAFTING_MODES = ("sync",)
+DRAFTING_MODES = ("sync", "async")
+GUESS_SOURCES = ("autoregressive", "slots")
+ERROR_ACTIONS = ("warn", "raise")
 # transformers fills in this value when nobody sets num_assistant_tokens, so it reads as "not given".
 _UNSET_NUM_ASSISTANT_TOKENS = 20
 
@@ -20,12 +22,24 @@ class DraftingOptions:
     Attributes:
         num_assistant_tokens (`int`): Draft tokens per round, at most `block_size` (the default).
         num_denoising_steps (`int`, defaults to 1): Forwards that one synchronous draft is spread over, left to right.
-        drafting_mode (`str`, defaults to `"sync"`): `"sync"` drafts after each verdict.
+        drafting_mode (`str`, defaults to `"sync"`):
+            `"sync"` drafts after each verdict; `"async"` drafts for every verdict while the target is verifying.
+        num_bonus_guesses (`int`, defaults to 3): Asynchronous: guesses of the bonus for each verdict.
+        bonus_guess_source (`str`, defaults to `"autoregressive"`):
+            Asynchronous: whether guesses come from a first small forward over the tokens under verification, or, for
+            nothing but of less use, from the laws of their own slots (`"slots"`).
+        draft_slot_budget (`int`, *optional*): Asynchronous: slots of one packed pass at most; no bound by default.
+        on_draft_error (`str`, defaults to `"warn"`):
+            Asynchronous: whether a failure to draft ends drafting, with one warning, or the generation (`"raise"`).
     """
 
     num_assistant_tokens: int
     num_denoising_steps: int = 1
     drafting_mode: str = "sync"
+    num_bonus_guesses: int = 3
+    bonus_guess_source: str = "autoregressive"
+    draft_slot_budget: int | None = None
+    on_draft_error: str = "warn"
 
     @classmethod
     def resolve(cls, call_config: GenerationConfig, drafter_config: GenerationConfig, block_size: int):
@@ -43,13 +57,33 @@ class DraftingOptions:
 
         num_tokens = look_up("num_assistant_tokens", block_size, unset=_UNSET_NUM_ASSISTANT_TOKENS)
         num_steps = look_up("num_denoising_steps", cls.num_denoising_steps)
-        mode = look_up("drafting_mode", cls.drafting_mode)
-        for name, value in (("num_assistant_tokens", num_tokens), ("num_denoising_steps", num_steps)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}: give a whole number of at least 1.")
-        if mode not in DRAFTING_MODES:
-            raise ValueError(f"drafting_mode is {mode!r}: choose one of {DRAFTING_MODES}.")
-        return cls(min(num_tokens, block_size), min(num_steps, block_size), mode)
+        num_guesses = look_up("num_bonus_guesses", cls.num_bonus_guesses)
+        slot_budget = look_up("draft_slot_budget", cls.draft_slot_budget)
+        for name, value, least in (
+            ("num_assistant_tokens", num_tokens, 1),
+            ("num_denoising_steps", num_steps, 1),
+            ("num_bonus_guesses", num_guesses, 0),
+            ("draft_slot_budget", slot_budget, block_size),
+        ):
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (is_whole and value >= least):
+                raise ValueError(f"{name} is {value!r}: give a whole number of at least {least}.")
+        choices = {}
+        for name, allowed in (
+            ("drafting_mode", DRAFTING_MODES),
+            ("bonus_guess_source", GUESS_SOURCES),
+            ("on_draft_error", ERROR_ACTIONS),
+        ):
+            choices[name] = look_up(name, getattr(cls, name))
+            if choices[name] not in allowed:
+                raise ValueError(f"{name} is {choices[name]!r}: choose one of {allowed}.")
+        return cls(
+            num_assistant_tokens=min(num_tokens, block_size),
+            num_denoising_steps=min(num_steps, block_size),
+            num_bonus_guesses=num_guesses,
+            draft_slot_budget=slot_budget,
+            **choices,
+        )
 
 
 __all__ = ["DRAFTING_MODES", "DraftingOptions"]

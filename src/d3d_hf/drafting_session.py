@@ -56,6 +56,7 @@ class DraftingSession:
         self._chooser = chooser
         self._num_steps = num_denoising_steps
         self._device = execution_device(drafter)
+        self._num_embeddings = drafter.get_input_embeddings().weight.shape[0]
         self._max_positions = max_draft_positions(drafter.config.backbone_config)
         self._is_past_the_end = False
         self.close()
@@ -64,7 +65,7 @@ class DraftingSession:
         """Frees the cache. Idempotent; a session that is used again starts with an empty one."""
         # Without a config: with one, sliding layers would drop keys that positions still reach under our masks.
         self._cache = DynamicCache()
-        self._cached = torch.empty(0, dtype=torch.long)
+        self._cached = torch.empty(0, dtype=torch.long, device="cpu")
 
     @property
     def num_cached(self) -> int:
@@ -83,20 +84,25 @@ class DraftingSession:
         Returns:
             [`Draft`] of `num_tokens` tokens, or an empty one where the text outgrows the drafter's positions.
         """
-        num_context, block_size = context.shape[0], self._drafter.config.block_size
-        if self._max_positions is not None and num_context + block_size - 1 > self._max_positions:
-            if not self._is_past_the_end:
-                self._is_past_the_end = True
-                logger.warning(
-                    f"The text has reached {num_context} tokens and the drafter's positions end at "
-                    f"{self._max_positions}: the rest of this generation runs without drafts."
-                )
+        if not self.has_room_for(context.shape[0] + self._drafter.config.block_size - 1):
             return Draft(torch.empty(0, dtype=torch.long, device=self._device))
         try:
             return self._draft(context.cpu(), num_tokens)
         except BaseException:
             self.close()  # the pass may have stopped halfway through the layers
             raise
+
+    def has_room_for(self, num_positions: int) -> bool:
+        """Whether the drafter's positions reach so far; the first time that they do not, one warning says so."""
+        if self._max_positions is None or num_positions <= self._max_positions:
+            return True
+        if not self._is_past_the_end:
+            self._is_past_the_end = True
+            logger.warning(
+                f"The text outgrows the drafter's positions, which end at {self._max_positions}: the rest of this "
+                f"generation runs without drafts."
+            )
+        return False
 
     def _draft(self, context: torch.LongTensor, num_tokens: int) -> Draft:
         block_size, num_context = self._drafter.config.block_size, context.shape[0]
@@ -140,7 +146,7 @@ class DraftingSession:
         )
         masks = fixed[0].new_zeros(num_slots - num_visible)
         outputs = self._drafter.packed_forward(
-            torch.cat([*fixed, masks])[None],
+            self._embeddable(torch.cat([*fixed, masks]))[None],
             layout,
             cache=self._cache,
             logits_to_keep=torch.arange(first_row, first_row + num_rows, device=device),
@@ -150,11 +156,18 @@ class DraftingSession:
 
     def _prefill(self, tokens: torch.LongTensor):
         layout = lay_out(tokens.shape[0], num_cached=self._cache.get_seq_length(), device=tokens.device)
-        self._drafter.packed_forward(tokens[None], layout, cache=self._cache, logits_to_keep=1)
+        self._drafter.packed_forward(self._embeddable(tokens)[None], layout, cache=self._cache, logits_to_keep=1)
 
-    def _rewind_to(self, context: torch.LongTensor) -> torch.LongTensor:
-        """Crops the cache to what it shares with `context` and returns the tokens to feed, the anchor at least."""
-        num_known = min(self.num_cached, context.shape[0] - 1)
+    def _embeddable(self, tokens: torch.LongTensor) -> torch.LongTensor:
+        """`tokens` with those that the drafter has no embedding for replaced by its last one: a guess is as good."""
+        return tokens.clamp(max=self._num_embeddings - 1)
+
+    def _rewind_to(self, context: torch.LongTensor, most: int | None = None) -> torch.LongTensor:
+        """
+        Crops the cache to what it shares with `context`, `most` tokens at most (by default all but the last), and
+        returns the tokens to feed.
+        """
+        num_known = min(self.num_cached, context.shape[0] - 1 if most is None else most)
         differs = (self._cached[:num_known] != context[:num_known]).nonzero()
         num_shared = int(differs[0]) if differs.numel() else num_known
         self._cache.crop(num_shared - self.num_cached)

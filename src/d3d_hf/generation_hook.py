@@ -32,7 +32,7 @@ _KNOWN_METHODS = {
 }
 _WRAPPED_METHODS = ("_get_candidate_generator", "_assisted_decoding")
 # Arguments of assisted decoding that plain decoding does not know.
-_ASSISTED_ONLY = ("assistant_model", "assistant_tokenizer", "tokenizer", "inputs_tensor")
+_ASSISTED_ONLY = ("self", "assistant_model", "assistant_tokenizer", "tokenizer", "inputs_tensor")
 # Generators made inside the assisted decoding that runs in this context; `None` outside of one.
 _open_generators = contextvars.ContextVar("d3d_open_generators", default=None)
 
@@ -125,14 +125,17 @@ def _wrap_dispatch(original):
 
 
 def _wrap_decoding(original):
+    signature = inspect.signature(original)
+
     @functools.wraps(original)  # generate reads the signature
     def _assisted_decoding(self, input_ids, *args, **kwargs):
-        assistant = kwargs.get("assistant_model")
-        if not _carries(assistant, "make_candidate_generator") or _is_outranked(kwargs["generation_config"]):
+        arguments = signature.bind_partial(self, input_ids, *args).arguments | kwargs
+        assistant, config = arguments.get("assistant_model"), arguments["generation_config"]
+        if not _carries(assistant, "make_candidate_generator") or _is_outranked(config):
             return original(self, input_ids, *args, **kwargs)
-        if not assistant.prepare_call(self, input_ids, kwargs["generation_config"], kwargs):
-            plain = {name: value for name, value in kwargs.items() if name not in _ASSISTED_ONLY}
-            return self._sample(input_ids, *args, **plain)
+        if not assistant.prepare_call(self, input_ids, config, arguments):
+            plain = {name: value for name, value in arguments.items() if name not in _ASSISTED_ONLY}
+            return self._sample(**plain)
         opened = []
         token = _open_generators.set(opened)
         try:

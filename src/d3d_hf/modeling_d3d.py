@@ -295,7 +295,7 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
         input_ids: torch.LongTensor,
         layout: PackedLayout,
         cache=None,
-        logits_to_keep: int | torch.Tensor = 0,
+        logits_to_keep: int | torch.Tensor | None = 0,
         **kwargs,
     ) -> CausalLMOutputWithPast:
         r"""
@@ -309,10 +309,11 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
                 Holds `layout.num_cached` context tokens and is extended by every token of the pass, slots included.
             logits_to_keep (`int`, `torch.LongTensor` or `torch.BoolTensor`, *optional*, defaults to 0):
                 Tokens to compute logits for: the last so many (0: all); those at the indices of a `(rows,)` tensor; or
-                those where a `(batch, tokens)` mask is true.
+                those where a `(batch, tokens)` mask is true. `None` leaves the projection out.
 
         Returns:
-            `CausalLMOutputWithPast` with `logits` of shape `(batch, rows, embedding_rows)`, or `(rows,
+            `CausalLMOutputWithPast` with `hidden_states`, a tuple of the last ones, `(batch, tokens, hidden)`, if
+            `logits_to_keep` is `None`; else with `logits` of shape `(batch, rows, embedding_rows)`, or `(rows,
             embedding_rows)` where a mask chose them. As in any causal language model the output at position `p`
             predicts the token at `p + 1`, for context, visible tokens and mask slots alike.
         """
@@ -329,6 +330,8 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state  # (batch, tokens, hidden)
+        if logits_to_keep is None:
+            return CausalLMOutputWithPast(hidden_states=(hidden_states,))
         if isinstance(logits_to_keep, int):
             hidden_states = hidden_states[:, -logits_to_keep or None :]
         elif logits_to_keep.dtype == torch.bool:

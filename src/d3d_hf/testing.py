@@ -22,6 +22,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .modeling_d3d import D3DDrafterForCausalLM
 from .packing import PackedLayout
@@ -95,7 +96,7 @@ def tiny_tokenizer(vocab_size: int = 67) -> PreTrainedTokenizerFast:
         raise ValueError(f"vocab_size is {vocab_size}: give 8 to {len(characters) + 2}.")
     vocab = {token: i for i, token in enumerate(["<pad>", "<s>", *characters[: vocab_size - 2]])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("(?s)."), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens(["<pad>", "<s>"])
     template = (
@@ -164,24 +165,31 @@ class ForwardCounter:
 
 class ScriptedDrafter(D3DDrafterForCausalLM):
     """
-    A drafter whose drafts are planned: the output at position `p` predicts what `script(p + 1, slot)` says, where
-    `slot` counts the draft tokens of the block from 0 (0: predicted by a context token). Made by the functions below.
+    A drafter whose drafts are planned: the output that predicts the token at position `p` says `script(p, slot)`,
+    where `slot` counts the draft tokens of a block from 0. Made by the functions below.
     """
 
     script: Callable[[int, int], int] | None = None
 
     def packed_forward(self, input_ids, layout: PackedLayout, cache=None, logits_to_keep=0, **kwargs):
-        outputs = super().packed_forward(input_ids, layout, cache=cache, logits_to_keep=logits_to_keep, **kwargs)
+        outputs = super().packed_forward(input_ids, layout, cache=cache, logits_to_keep=None, **kwargs)
         positions = layout.position_ids[0]
         slots = positions - layout.context_limits[0]
-        if isinstance(logits_to_keep, int):
-            rows = slice(-logits_to_keep or None, None)
-        else:
-            rows = logits_to_keep
-        planned = [self.script(p + 1, s) for p, s in zip(positions[rows].tolist(), slots[rows].tolist(), strict=True)]
-        logits = torch.zeros_like(outputs.logits)
-        outputs.logits = logits.scatter(-1, torch.tensor(planned)[None, :, None], 30.0)
-        return outputs
+        if logits_to_keep is None:
+            slots = slots - 1  # a packed pass drafts what follows the bonus, where a branch's first slot stands
+        planned = [self.script(p + 1, max(s, 0)) for p, s in zip(positions.tolist(), slots.tolist(), strict=True)]
+        (hidden_states,) = outputs.hidden_states
+        hidden_states = torch.zeros_like(hidden_states)
+        hidden_states[..., 0] = torch.tensor(planned)
+        if logits_to_keep is None:
+            return CausalLMOutputWithPast(hidden_states=(hidden_states,))
+        rows = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return CausalLMOutputWithPast(logits=self.project(hidden_states[:, rows]))
+
+    def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Reads the planned token out of the first channel."""
+        logits = torch.zeros(*hidden_states.shape[:-1], self.config.vocab_size)
+        return logits.scatter(-1, hidden_states[..., :1].round().long(), 30.0)
 
 
 def scripted_drafter(

@@ -11,7 +11,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from .verification import draw, fit_vocabulary, warp
+from .verification import draw, drawable, fit_vocabulary, warp
 
 
 def warpers_of(generation_config: GenerationConfig) -> list[Callable]:
@@ -66,9 +66,9 @@ class TokenChooser:
         logits = fit_vocabulary(logits, self._vocab_size, self._never_drafted)
         if self._warpers is None:
             return logits.argmax(dim=-1), None
-        law = warp(logits, self._warpers)
+        law = drawable(warp(logits, self._warpers))
         if self._generator is None:
-            seed = int(torch.randint(2**62, ()))
+            seed = int(torch.randint(2**62, (), device="cpu"))
             self._generator = torch.Generator(device=law.device).manual_seed(seed)
         return draw(law, self._generator), law
 

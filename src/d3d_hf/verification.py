@@ -41,6 +41,15 @@ def warp(logits: torch.Tensor, warpers: Iterable[Callable]) -> torch.Tensor:
     return logits
 
 
+def drawable(logits: torch.Tensor) -> torch.Tensor:
+    """
+    A law out of any logits, of the same shape: a drafter that overflows costs its drafts, not the generation. NaN counts
+    as -inf and +inf as the largest number; a row with nothing but -inf is uniform. Proper laws stay as they are.
+    """
+    law = logits.nan_to_num(nan=float("-inf"), neginf=float("-inf"))
+    return torch.where(law.isneginf().all(dim=-1, keepdim=True), 0.0, law)
+
+
 def draw(logits: torch.Tensor, generator: torch.Generator | None = None) -> torch.LongTensor:
     """
     Draws one token per row from `softmax(logits)`.
@@ -98,6 +107,7 @@ def length_before_stop(
 
 __all__ = [
     "draw",
+    "drawable",
     "fit_vocabulary",
     "length_before_stop",
     "length_through_eos",

@@ -67,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(one_line(error, max_length=1000)) from error
     if metadata is not None and metadata["generation"]["temperature"] > 0:
         print(
-            "The responses were sampled: drafts are compared with them as they are, so that acceptance comes out lower "
-            "than on greedy ones.",
+            "The responses were sampled: drafts are compared with them as they are, so that acceptance comes out "
+            "lower than on greedy ones.",
             file=sys.stderr,
         )
     rows = rows[: args.max_samples]

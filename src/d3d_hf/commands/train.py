@@ -401,6 +401,7 @@ def _save(trainer, folder: str, dtype) -> str:
         drafter = drafter.merge_and_unload()
         if hasattr(drafter, "peft_config"):
             del drafter.peft_config
+    drafter.config.use_cache = True  # transformers' trainer has switched it off
     drafter.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype).save_pretrained(folder)
     if trainer.processing_class is not None:
         trainer.processing_class.save_pretrained(folder)

@@ -1,8 +1,8 @@
 """Folders of regenerated responses: how they are stored, resumed, read, and held against a drafter.
 
 A folder holds `metadata.json` (how the responses were made), `chat_template.jinja` and one JSONL shard per process,
-`responses-00000-of-00001.jsonl`, to which lines are only ever appended. A process that is killed leaves a torn last line
-at worst, which reading passes over and resuming cuts off.
+`responses-00000-of-00001.jsonl`, to which lines are only ever appended. A process that is killed leaves a torn last
+line at worst, which reading passes over and resuming cuts off.
 """
 
 import glob
@@ -66,7 +66,7 @@ class ResponseFolder:
         """
         stored = read_metadata(self.path)
         if stored is None:
-            if _shard_paths(self.path):
+            if any(map(os.path.getsize, _shard_paths(self.path))):
                 raise ValueError(
                     f"The folder {self.path!r} holds responses without {METADATA_NAME}, so that nothing says how they "
                     "were made: give another folder."
@@ -81,8 +81,8 @@ class ResponseFolder:
             differences.append("prompts ({!r} there, {!r} here)".format(*sources))
         if differences:
             raise ValueError(
-                f"The folder {self.path!r} was begun with other settings: {'; '.join(differences)}. Give the same ones "
-                "to go on with it, or another folder."
+                f"The folder {self.path!r} was begun with other settings: {'; '.join(differences)}. Give the same "
+                "ones to go on with it, or another folder."
             )
 
     def open(self, metadata: Mapping, template: str | None, wait_for_everyone) -> list[dict]:
@@ -98,6 +98,7 @@ class ResponseFolder:
             `list[dict]`: The rows.
         """
         os.makedirs(self.path, exist_ok=True)
+        wait_for_everyone()  # to have checked the folder as it was
         self._file = open(self._shard, "ab", buffering=0)
         _lock(self._file, self.path)
         if self.process_index == 0:

@@ -1,0 +1,173 @@
+"""The asynchronous candidate generator: the next block is ready when the verdict arrives."""
+
+import logging
+import time
+import weakref
+
+import torch
+
+from ..candidate_generator import D3DCandidateGenerator, _attended_tokens
+from ..drafting_session import Draft
+from .packed_drafts import PackedSession, guesses_without
+from .worker import CpuThreadShare, ThreadWorker
+
+
+logger = logging.getLogger(__name__)
+
+# A packed pass counts as hung after so many seconds, plus so many times the verification beside it.
+_WAIT_S = 3.0
+_WAIT_VERIFICATIONS = 10.0
+
+
+class AsyncCandidateGenerator(D3DCandidateGenerator):
+    """
+    Drafts for one call of `generate` while the target is verifying.
+
+    Each round, on the caller's thread: the verdict on the draft before is read off `input_ids`; the packed pass that
+    was made for it is taken, and waited for if it is not there; the branch that the verdict selects becomes the draft;
+    the next packed pass is submitted to the worker. The vocabulary projection and the draws of the selected branch are
+    made on the caller's thread, so that the same seed gives the same ids however the threads interleave. The first
+    round has no draft: the drafter's prefill runs beside the target's.
+
+    Args are those of [`D3DCandidateGenerator`].
+    """
+
+    def __init__(self, drafter, *args, **kwargs):
+        super().__init__(drafter, *args, **kwargs)
+        self.stats.mode = "async"
+        self._block_size = drafter.config.block_size
+        self._cpu_share = CpuThreadShare()
+        self._worker = self._make_worker(drafter)
+        self._finalizer = weakref.finalize(self, _shut_down, self._worker, self._session, self._cpu_share)
+        self._round_id = 0
+        self._pending = None  # the packed pass for the verdict to come
+        self._text_length = 0  # committed tokens when it was submitted
+        self._last_draft = []
+        self._branch_logits = None
+        self._num_seen = [0] * (self._block_size + 1)
+        self._has_failed = False
+
+    def _make_session(self, drafter) -> PackedSession:
+        return PackedSession(drafter, self._chooser)
+
+    def _make_worker(self, drafter):
+        device = drafter.get_input_embeddings().weight.device
+        num_threads = None
+        if device.type == "cpu":
+            num_threads = self._cpu_share.worker_share()
+            self._cpu_share.divide()
+        return ThreadWorker(device, num_threads)
+
+    def _draft(self, input_ids: torch.LongTensor, budget: int) -> Draft:
+        nothing = Draft(input_ids.new_empty(0))
+        context = _attended_tokens(input_ids, self._attention_mask).cpu()
+        if budget < 1 or context.shape[0] == 0 or self._has_failed:
+            return nothing
+        try:
+            draft = self._selected_draft(context, min(self.options.num_assistant_tokens, budget))
+            draft = self._cut(input_ids, draft if draft is not None else nothing)
+            self._submit(context, draft)
+        except Exception as error:
+            self._fail(error)
+            return nothing
+        return draft
+
+    def _selected_draft(self, context: torch.LongTensor, num_tokens: int) -> Draft | None:
+        """The draft of the branch that the verdict selects; `None` without one."""
+        pending, self._pending = self._pending, None
+        self._branch_logits = None
+        if pending is None:
+            return None
+        new_tokens = context[self._text_length :].tolist()
+        num_accepted = len(new_tokens) - 1
+        drafts = self._take(pending)
+        # The caller may have done something else than verify: then the next pass starts from the text as it is.
+        is_verdict = 0 <= num_accepted <= len(self._last_draft) and new_tokens[:-1] == self._last_draft[:num_accepted]
+        if not is_verdict or drafts.round_id != self._round_id:
+            self._count_hit("none")
+            return None
+        self._num_seen[num_accepted] += 1
+        branch = drafts.choose(num_accepted, new_tokens[-1])
+        if branch is None:
+            self._count_hit("none")
+            return None
+        self._count_hit("masked" if drafts.branches[branch].guess is None else "guessed")
+        self._branch_logits = self._session.logits_of(drafts, branch)
+        if torch.isnan(self._branch_logits).any():
+            raise FloatingPointError("the drafter's logits are NaN")
+        return Draft(*self._chooser.choose(self._branch_logits[:num_tokens]))
+
+    def _take(self, pending):
+        last_verification_s = 0.0
+        if self.stats.spans and self._verify_start is not None:
+            last_verification_s = time.perf_counter() - self._verify_start
+        start = time.perf_counter()
+        try:
+            result = self._worker.take(pending, timeout_s=_WAIT_S + _WAIT_VERIFICATIONS * last_verification_s)
+        except TimeoutError as error:
+            raise TimeoutError(f"the packed pass did not end within {time.perf_counter() - start:.1f} s") from error
+        self.stats.wait_ms += 1e3 * (time.perf_counter() - start)
+        self.stats.spans.append(("draft", result.start_s, result.end_s))
+        return result.value
+
+    def _submit(self, context: torch.LongTensor, draft: Draft):
+        """Sends the packed pass for the verdict on `draft` to the worker."""
+        self._round_id += 1
+        self._text_length, self._last_draft = context.shape[0], draft.tokens.tolist()
+        text = torch.cat([context, draft.tokens.cpu()])
+        if not self._session.has_room_for(text.shape[0] + self._block_size):
+            return
+        options = self.options
+        max_branches = None
+        if options.draft_slot_budget is not None:
+            max_branches = options.draft_slot_budget // self._block_size
+        session, arguments = (
+            self._session,
+            {
+                "text": text,
+                "num_committed": context.shape[0],
+                "round_id": self._round_id,
+                "num_guesses": options.num_bonus_guesses,
+                "slot_guesses": self._slot_guesses() if options.bonus_guess_source == "slots" else None,
+                "max_branches": max_branches,
+                "num_seen": list(self._num_seen),
+            },
+        )
+        self._pending = self._worker.submit(lambda: session.pack(**arguments))
+
+    def _slot_guesses(self) -> list[list[int]]:
+        """Guesses of the bonus from the laws of the draft under verification; none where it has no law."""
+        count, num_verdicts = self.options.num_bonus_guesses, len(self._last_draft) + 1
+        if self._branch_logits is None or count == 0:
+            return [[] for _ in range(num_verdicts)]
+        candidates = self._branch_logits[:num_verdicts].topk(min(count + 1, self._branch_logits.shape[-1])).indices
+        guesses = guesses_without(candidates, self._last_draft, count)
+        return guesses + [[] for _ in range(num_verdicts - len(guesses))]
+
+    def _count_hit(self, kind: str):
+        self.stats.num_hits[kind] = self.stats.num_hits.get(kind, 0) + 1
+
+    def _fail(self, error: Exception):
+        """Ends drafting, with one warning, or the generation; the output is right in any case."""
+        self.stats.num_errors += 1
+        self._has_failed = True
+        self._pending = None
+        if self.options.on_draft_error == "raise":
+            raise RuntimeError(f"Drafting failed ({type(error).__name__}: {error}).") from error
+        logger.warning(
+            f"Drafting failed ({type(error).__name__}: {error}): the rest of this generation runs without drafts."
+        )
+
+    def close(self):
+        """Ends the worker, frees the drafter's cache, gives the caller's thread its CPU threads back. Idempotent."""
+        self._pending = None
+        self._finalizer()
+
+
+def _shut_down(worker, session: PackedSession, cpu_share: CpuThreadShare):
+    cpu_share.restore()
+    if worker.stop() is not False:
+        session.close()
+
+
+__all__ = ["AsyncCandidateGenerator"]

@@ -1,0 +1,179 @@
+"""Drafts for every possible verdict at once: which branches a packed pass gets, and the pass itself.
+
+While the target verifies `d_1..d_g` after the last committed token, the drafter runs one pass over these tokens as
+context, with branches that hang on each place where the verification may end. A *masked* branch is all mask slots;
+the first stands where the bonus will be, so it serves any bonus. A *guess* branch shows a guessed bonus and is as good
+as a synchronous draft if the guess is right.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..drafting_session import MAX_CONTEXT_PER_PASS, DraftingSession
+from ..packing import lay_out
+from ..verification import fit_vocabulary
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A branch for the verdict that accepts `num_accepted` tokens: masked, or for one guess of the bonus."""
+
+    num_accepted: int
+    guess: int | None = None
+
+
+@dataclass
+class PackedDrafts:
+    """
+    What a packed pass drafted.
+
+    Attributes:
+        round_id (`int`): Of the round whose verification it was made for.
+        branches (`list[Branch]`): In the order of the rows.
+        hidden_states (`torch.Tensor` of shape `(branches, block_size, hidden)`):
+            Last hidden states of the slots; the vocabulary projection is left to the branch that is chosen.
+    """
+
+    round_id: int
+    branches: list[Branch]
+    hidden_states: torch.Tensor
+
+    def choose(self, num_accepted: int, bonus: int) -> int | None:
+        """Index of the branch for a verdict: the guess that is right, else the masked one, else `None`."""
+        for branch in (Branch(num_accepted, bonus), Branch(num_accepted)):
+            if branch in self.branches:
+                return self.branches.index(branch)
+        return None
+
+
+def plan_branches(
+    draft_length: int,
+    guesses: Sequence[Sequence[int]],
+    max_branches: int | None = None,
+    num_seen: Sequence[int] = (),
+) -> list[Branch]:
+    """
+    Which branches to draft: a masked one for every verdict, then guesses, likelier verdicts first.
+
+    Args:
+        draft_length (`int`): Tokens under verification.
+        guesses (sequence of sequences of `int`): For each number of accepted tokens, guessed bonuses, best first.
+        max_branches (`int`, *optional*): At most so many.
+        num_seen (sequence of `int`, *optional*): How often each number of accepted tokens has come up so far.
+    """
+
+    def seen(num_accepted):
+        return num_seen[num_accepted] if num_accepted < len(num_seen) else 0
+
+    verdicts = sorted(range(draft_length + 1), key=lambda accepted: (-seen(accepted), -accepted))
+    branches = [Branch(accepted) for accepted in verdicts]
+    for rank in range(max((len(tokens) for tokens in guesses), default=0)):
+        branches += [
+            Branch(accepted, guesses[accepted][rank]) for accepted in verdicts if rank < len(guesses[accepted])
+        ]
+    return branches[:max_branches]
+
+
+def guesses_without(candidates: torch.LongTensor, rejected: Sequence[int], num_guesses: int) -> list[list[int]]:
+    """
+    The best candidates for each place, less the token that would have been rejected there.
+
+    Args:
+        candidates (`torch.LongTensor` of shape `(places, at least num_guesses + 1)`): Tokens, best first.
+        rejected (sequence of `int`): The draft token at each place; shorter by one where nothing would be rejected.
+        num_guesses (`int`): Guesses per place.
+    """
+    guesses = []
+    for place, tokens in enumerate(candidates.tolist()):
+        never = rejected[place] if place < len(rejected) else None
+        guesses.append([token for token in tokens if token != never][:num_guesses])
+    return guesses
+
+
+class PackedSession(DraftingSession):
+    """A drafting session that drafts for every verdict. Runs wherever the worker runs it; one job at a time."""
+
+    @torch.no_grad()
+    def pack(
+        self,
+        text: torch.LongTensor,
+        num_committed: int,
+        round_id: int,
+        num_guesses: int = 0,
+        slot_guesses: list[list[int]] | None = None,
+        max_branches: int | None = None,
+        num_seen: Sequence[int] = (),
+    ) -> PackedDrafts:
+        """
+        Drafts the block after each possible verdict on the tokens after `text[:num_committed]`.
+
+        Args:
+            text (`torch.LongTensor` of shape `(length,)`): Committed tokens and those under verification, on the CPU.
+            num_committed (`int`): Committed tokens, at least one.
+            round_id (`int`): Returned with the drafts.
+            num_guesses (`int`, *optional*, defaults to 0): Guesses of the bonus for each verdict.
+            slot_guesses (`list[list[int]]`, *optional*):
+                Guesses for each verdict; by default they come from a first small forward over the context.
+            max_branches, num_seen: As in [`plan_branches`].
+        """
+        try:
+            return self._pack(text, num_committed, round_id, num_guesses, slot_guesses, max_branches, num_seen)
+        except BaseException:
+            self.close()
+            raise
+
+    def _pack(self, text, num_committed, round_id, num_guesses, slot_guesses, max_branches, num_seen):
+        drafter, size = self._drafter, self._drafter.config.block_size
+        draft = text[num_committed:].tolist()
+        context = self._rewind_to(text, most=num_committed - 1).to(self._device)
+        while context.shape[0] - len(draft) > MAX_CONTEXT_PER_PASS:
+            self._prefill(context[:MAX_CONTEXT_PER_PASS])
+            context = context[MAX_CONTEXT_PER_PASS:]
+
+        guesses = [[] for _ in range(len(draft) + 1)]
+        if num_guesses and slot_guesses is not None:
+            guesses = slot_guesses
+        elif num_guesses:
+            logits = self._run_context(context, num_rows=len(draft) + 1)
+            candidates = logits.topk(min(num_guesses + 1, logits.shape[-1])).indices
+            guesses = guesses_without(candidates, draft, num_guesses)
+            context = context[:0]
+        branches = plan_branches(len(draft), guesses, max_branches, num_seen)
+
+        anchors = [num_committed - 1 + branch.num_accepted for branch in branches]
+        shown = [int(branch.guess is not None) for branch in branches]
+        slots = torch.zeros(len(branches), size, dtype=torch.long)
+        slots[:, 0] = torch.tensor([branch.guess or 0 for branch in branches])
+        layout = lay_out(
+            context.shape[0],
+            torch.tensor([anchors], device=self._device),
+            (size,) * len(branches),
+            num_visible=torch.tensor([shown], device=self._device),
+            num_cached=text.shape[0] - context.shape[0],
+            bidirectional=drafter.config.block_attention == "bidirectional",
+        )
+        ids = torch.cat([context, slots.flatten().to(self._device)])[None]
+        outputs = drafter.packed_forward(ids, layout, cache=self._cache, logits_to_keep=None)
+        self._cache.crop(-slots.numel())
+        hidden_states = outputs.hidden_states[-1][0, context.shape[0] :]
+        return PackedDrafts(round_id, branches, hidden_states.unflatten(0, (len(branches), size)))
+
+    def _run_context(self, context: torch.LongTensor, num_rows: int) -> torch.Tensor:
+        """A forward over the context alone; the logits of its last rows, shape `(num_rows, vocab_size)`."""
+        layout = lay_out(context.shape[0], num_cached=self._cache.get_seq_length(), device=self._device)
+        logits = self._drafter.packed_forward(
+            context[None], layout, cache=self._cache, logits_to_keep=num_rows
+        ).logits[0]
+        config = self._drafter.config
+        never = () if config.mask_token_id is None else (config.mask_token_id,)
+        return fit_vocabulary(logits, config.vocab_size, never)
+
+    def logits_of(self, drafts: PackedDrafts, branch: int) -> torch.Tensor:
+        """The logits of one branch, shape `(block_size, embedding_rows)`; on the caller's thread."""
+        with torch.no_grad():
+            return self._drafter.project(drafts.hidden_states[branch])
+
+
+__all__ = ["Branch", "PackedDrafts", "PackedSession", "guesses_without", "plan_branches"]
