@@ -115,7 +115,7 @@ def save_adapter(drafter: PreTrainedModel, folder: str):
         ValueError: The config names no base.
     """
     config = drafter.config
-    base_name = config.adapter_base or config.target_name_or_path
+    base_name = config.adapter_base or config.backbone_config.name_or_path or config.target_name_or_path
     if not base_name:
         raise ValueError(
             "The drafter's config names no base for its adapter: set drafter.config.adapter_base to the name or path "

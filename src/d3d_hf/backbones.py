@@ -39,8 +39,8 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     The decoder layers of a causal language model.
 
     Raises:
-        ValueError: The base model has no `nn.ModuleList` of `num_hidden_layers` modules, or its layers share weights or
-            keys, so that none can be left out.
+        ValueError: The base model has no `nn.ModuleList` of `num_hidden_layers` modules, or its layers share weights
+            or keys, so that none can be left out.
     """
     for name in _TIES_BETWEEN_LAYERS:
         if value := getattr(model.config, name, None):
@@ -106,6 +106,15 @@ def max_draft_positions(config: PreTrainedConfig) -> int | None:
         if rope.get("rope_type") in ("dynamic", "longrope"):
             limit = rope.get("original_max_position_embeddings") or limit
     return limit
+
+
+def rope_switch(config: PreTrainedConfig) -> tuple[int | None, bool]:
+    """
+    Where a target's RoPE begins to go by the length of the pass, drafted tokens included: the last length with
+    ordinary RoPE (`None`: it never changes), and whether it is steady again beyond ("longrope" is, "dynamic" is not).
+    """
+    types = {rope.get("rope_type") for rope in _rope_settings(config)} & {"dynamic", "longrope"}
+    return (max_draft_positions(config) if types else None), types == {"longrope"}
 
 
 def _rope_settings(config: PreTrainedConfig) -> list[dict]:
@@ -239,4 +248,5 @@ __all__ = [
     "max_draft_positions",
     "refuse_unpackable",
     "resolve_kept_layers",
+    "rope_switch",
 ]

@@ -11,6 +11,7 @@ from packaging.version import Version
 from transformers import GenerationConfig, StopStringCriteria
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from .backbones import rope_switch
 from .drafting_options import DraftingOptions
 from .drafting_session import Draft, DraftingSession
 from .generation_stats import GenerationStats
@@ -37,6 +38,7 @@ class D3DCandidateGenerator(CandidateGenerator):
         attention_mask (`torch.Tensor` of shape `(1, prompt_length)`, *optional*): 0 where the prompt is padding.
         stop_criteria (`StopStringCriteria`, *optional*): Of the call's stop strings.
         vocab_size (`int`): The target's vocabulary size.
+        target_config (`PreTrainedConfig`, *optional*): The target's, for RoPE that changes with the text's length.
 
     Raises:
         ValueError: A drafting option has an unusable value.
@@ -51,6 +53,7 @@ class D3DCandidateGenerator(CandidateGenerator):
         attention_mask: torch.Tensor | None,
         stop_criteria: Callable | None,
         vocab_size: int,
+        target_config=None,
     ):
         config = drafter.config
         self.options = DraftingOptions.resolve(generation_config, drafter.generation_config, config.block_size)
@@ -66,6 +69,10 @@ class D3DCandidateGenerator(CandidateGenerator):
         self._eos_token_ids = _eos_token_ids(generation_config)
         self._max_length = generation_config.max_length
         self._attention_mask = attention_mask
+        self._rope_limit, self._is_steady_beyond = (
+            (None, True) if target_config is None else rope_switch(target_config)
+        )
+        self._is_past_rope_limit = False
         self.stats = GenerationStats()
         self._verify_start = None
         self._num_known = None
@@ -86,7 +93,8 @@ class D3DCandidateGenerator(CandidateGenerator):
         """
         start = time.perf_counter()
         is_first = self._num_known is None
-        draft = self._draft(input_ids, self._max_length - input_ids.shape[1] - 1)
+        budget = min(self._max_length - input_ids.shape[1] - 1, self._rope_budget(input_ids))
+        draft = self._draft(input_ids, budget)
         if len(draft) == 0 and is_first and _CRITERIA_SEE_CANDIDATES:
             draft = self._placeholder()
         law = draft.law if len(draft) else None
@@ -111,6 +119,27 @@ class D3DCandidateGenerator(CandidateGenerator):
             tokens = draft.tokens.to(input_ids.device)
             draft = draft.cut(length_before_stop(input_ids, tokens, self._completes_stop_string))
         return draft
+
+    def _rope_budget(self, input_ids: torch.LongTensor) -> int:
+        """
+        Draft tokens that leave the target's RoPE what it is in plain decoding. Where it goes by the length of the
+        pass, drafted tokens would change the encoding of those before them, and so what the target itself chooses.
+        """
+        unbounded = self.options.num_assistant_tokens
+        if self._rope_limit is None:
+            return unbounded
+        num_context = _attended_tokens(input_ids, self._attention_mask).shape[0]
+        if num_context <= self._rope_limit:
+            return self._rope_limit - num_context
+        if self._is_steady_beyond:
+            return unbounded
+        if not self._is_past_rope_limit:
+            self._is_past_rope_limit = True
+            logger.warning(
+                f"The text outgrows {self._rope_limit} tokens, from where on the target's dynamic RoPE changes with "
+                f"every token: the rest of this generation runs without drafts."
+            )
+        return 0
 
     def _await_verdict(self, input_ids: torch.LongTensor, num_drafted: int, start: float):
         self._num_known = input_ids.shape[1]
@@ -203,6 +232,7 @@ def make_candidate_generator(
         attention_mask=model_kwargs.get("attention_mask"),
         stop_criteria=stop_criteria,
         vocab_size=target.config.get_text_config().vocab_size,
+        target_config=target.config.get_text_config(),
     )
     drafter.last_generation_stats = generator.stats
     return generator

@@ -95,6 +95,7 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
         mask_token_id: int | None = None,
         block_attention: str = "bidirectional",
         vocab_size: int | None = None,
+        target_name_or_path: str | None = None,
         **kwargs,
     ) -> "D3DDrafterForCausalLM":
         r"""
@@ -110,6 +111,7 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
             mask_token_id (`int`, *optional*): Existing token whose embedding stands in mask slots. Default: a new one.
             block_attention (`"bidirectional"` or `"causal"`): What the mask slots of a branch see of each other.
             vocab_size (`int`, *optional*): The target's vocabulary size, if it differs from the model's.
+            target_name_or_path (`str`, *optional*): The model to draft for. Default: the model that is copied.
             kwargs: Passed to `AutoModelForCausalLM.from_pretrained` if `model` is a name. `dtype` defaults to "auto".
 
         Returns:
@@ -143,7 +145,7 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
             mask_token_id=mask_token_id,
             block_attention=block_attention,
             vocab_size=vocab_size,
-            target_name_or_path=source_config.name_or_path or None,
+            target_name_or_path=target_name_or_path or source_config.name_or_path or None,
             kept_layers=kept,
         )
         drafter = cls._copy_of(model, config)

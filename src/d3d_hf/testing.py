@@ -132,7 +132,7 @@ def transition_logits(model: PreTrainedModel) -> torch.Tensor:
 
 class ForwardCounter:
     """
-    Counts a model's forwards, and the tokens in them, while it is used as a context manager.
+    Counts a model's forwards, or calls of another of its methods, while it is used as a context manager.
 
     ```python
     with ForwardCounter(target) as forwards:
@@ -141,26 +141,23 @@ class ForwardCounter:
     ```
     """
 
-    def __init__(self, model: PreTrainedModel):
-        self._model = model
+    def __init__(self, model: PreTrainedModel, method: str = "forward"):
+        self._model, self._method = model, method
         self.count = 0
-        self.lengths = []
 
     def __enter__(self):
-        forward = self._model.forward
+        original = getattr(self._model, self._method)
 
-        @functools.wraps(forward)
+        @functools.wraps(original)
         def counted(*args, **kwargs):
             self.count += 1
-            ids = kwargs.get("input_ids", args[0] if args else None)
-            self.lengths.append(None if ids is None else ids.shape[1])
-            return forward(*args, **kwargs)
+            return original(*args, **kwargs)
 
-        self._model.forward = counted
+        setattr(self._model, self._method, counted)
         return self
 
     def __exit__(self, *exc_info):
-        del self._model.forward
+        delattr(self._model, self._method)
 
 
 class ScriptedDrafter(D3DDrafterForCausalLM):

@@ -43,8 +43,8 @@ def warp(logits: torch.Tensor, warpers: Iterable[Callable]) -> torch.Tensor:
 
 def drawable(logits: torch.Tensor) -> torch.Tensor:
     """
-    A law out of any logits, of the same shape: a drafter that overflows costs its drafts, not the generation. NaN counts
-    as -inf and +inf as the largest number; a row with nothing but -inf is uniform. Proper laws stay as they are.
+    A law out of any logits, of the same shape: a drafter that overflows costs its drafts, not the generation. NaN
+    counts as -inf and +inf as the largest number; a row with nothing but -inf is uniform. Proper laws stay the same.
     """
     law = logits.nan_to_num(nan=float("-inf"), neginf=float("-inf"))
     return torch.where(law.isneginf().all(dim=-1, keepdim=True), 0.0, law)

@@ -152,6 +152,8 @@ class AsyncCandidateGenerator(D3DCandidateGenerator):
         self.stats.num_errors += 1
         self._has_failed = True
         self._pending = None
+        if isinstance(error, TimeoutError):
+            self._worker.stop(timeout_s=0)  # it hangs: nothing is gained by waiting for it once more
         if self.options.on_draft_error == "raise":
             raise RuntimeError(f"Drafting failed ({type(error).__name__}: {error}).") from error
         logger.warning(
@@ -166,8 +168,8 @@ class AsyncCandidateGenerator(D3DCandidateGenerator):
 
 def _shut_down(worker, session: PackedSession, cpu_share: CpuThreadShare):
     cpu_share.restore()
-    if worker.stop() is not False:
-        session.close()
+    worker.stop()
+    session.close()
 
 
 __all__ = ["AsyncCandidateGenerator"]

@@ -48,8 +48,8 @@ class InlineWorker:
     def take(self, future: Future, timeout_s: float) -> JobResult:
         return future.result(timeout=0)
 
-    def stop(self):
-        pass
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
+        return True
 
 
 class ThreadWorker:

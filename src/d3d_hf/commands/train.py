@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
             train_dataset=train_rows,
             eval_dataset=eval_rows,
             processing_class=tokenizer,
-            peft_config=_lora_config(options),
+            peft_config=_lora_config(options, drafter),
             teacher_model=teacher,
         )
     except ValueError as error:
@@ -135,13 +135,23 @@ def _parse(argv: list[str]):
         known = {action.dest for action in parser._actions} - {"help"}
         argv = [*_config_as_arguments(argv[0], known), *argv[1:]]
     try:
-        options, training = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+        options, training, unknown = parser.parse_args_into_dataclasses(
+            argv, return_remaining_strings=True, look_for_args_file=False
+        )
     except (ValueError, ImportError) as error:
         raise UsageError(one_line(error)) from error
+    if unknown:
+        name = unknown[0].split("=")[0]
+        raise UsageError(f"{name!r} is no option: {_did_you_mean(name, list(parser._option_string_actions))}")
     _refuse_conflicts(options, training)
     if training.output_dir is None:
         training.output_dir = "trainer_output"
     return options, training
+
+
+def _did_you_mean(name: str, known) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else "see d3d-hf train --help"
 
 
 def _config_as_arguments(path: str, known: set[str]) -> list[str]:
@@ -165,9 +175,9 @@ def _config_as_arguments(path: str, known: set[str]) -> list[str]:
     for name, value in config.items():
         name = str(name).replace("-", "_")
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            mend = f"did you mean {close[0]!r}?" if close else "see d3d-hf train --help"
-            raise UsageError(f"the config file {path!r} sets {name!r}, which is no option: {mend}")
+            raise UsageError(
+                f"the config file {path!r} sets {name!r}, which is no option: {_did_you_mean(name, known)}"
+            )
         if isinstance(value, list):
             arguments += [f"--{name}", *map(str, value)]
         elif isinstance(value, dict):
@@ -317,12 +327,20 @@ def _load_teacher(options: _Options, training, target: str | None):
     return load_target(target, "auto", torch.device("cpu"))[0]
 
 
-def _lora_config(options: _Options):
+def _lora_config(options: _Options, drafter):
     if options.lora_rank is None:
         return None
     from peft import LoraConfig
 
     modules = options.lora_target_modules
+    names = [name for name, _ in drafter.named_modules()]
+    for module in modules or ():
+        if module != "all-linear" and not any(f".{name}".endswith(f".{module}") for name in names):
+            known = sorted({name.rsplit(".", 1)[-1] for name in names if name.endswith("_proj")})
+            raise UsageError(
+                f"--lora-target-modules {module!r} is no module of the drafter: give names like "
+                f"{', '.join(known) or 'those of its linear layers'}, or all-linear"
+            )
     return LoraConfig(
         r=options.lora_rank,
         lora_alpha=options.lora_alpha or options.lora_rank,
@@ -339,7 +357,15 @@ def _recipe(options: _Options, training, trainer, metadata: dict | None, num_row
     if metadata is not None:
         names = ("target", "tokenizer_fingerprint", "chat_template", "generation", "prompts")
         data |= {name: metadata[name] for name in names}
-    lora = _lora_config(options)
+    adapter = None
+    if options.lora_rank is not None:
+        adapter = {
+            "kind": "lora",
+            "rank": options.lora_rank,
+            "alpha": options.lora_alpha or options.lora_rank,
+            "dropout": options.lora_dropout or 0.0,
+            "target_modules": options.lora_target_modules or "all-linear",
+        }
     losses = (
         "blocks_per_sequence",
         "block_loss_decay",
@@ -364,14 +390,7 @@ def _recipe(options: _Options, training, trainer, metadata: dict | None, num_row
         "warmup_steps": training.get_warmup_steps(trainer.state.max_steps),
         "precision": "bf16" if training.bf16 else "fp16" if training.fp16 else options.dtype,
         "seed": training.seed,
-        "adapter": lora
-        and {
-            "kind": "lora",
-            "rank": lora.r,
-            "alpha": lora.lora_alpha,
-            "dropout": lora.lora_dropout,
-            "target_modules": "all-linear" if options.lora_target_modules is None else options.lora_target_modules,
-        },
+        "adapter": adapter,
         "evaluation": {
             name.removeprefix("eval_"): value
             for name, value in metrics.items()

@@ -143,7 +143,7 @@ def mean_metrics(accepted: AcceptedByPosition, is_position: np.ndarray) -> dict[
         `MAX_GUESSES` guesses), and `acceptance_length_masked`, `..._guess_1` to `..._guess_3` of packed drafts.
     """
     if not is_position.any():
-        raise ValueError("No position to draft after: the texts have no response of at least three tokens.")
+        raise ValueError("No position to draft after: the texts have no response of at least two tokens.")
 
     def mean(values):
         return float(values[is_position].mean())

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 from peft import PeftConfig, get_peft_model
-from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainerCallback
+from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainerCallback, set_seed
 
 from ..modeling_d3d import D3DDrafterForCausalLM
 from ..packing import lay_out
@@ -80,6 +80,8 @@ class D3DTrainer(Trainer):
         self.teacher_model = None if teacher_model is None else teacher_model.eval().requires_grad_(False)
         self._user_metrics = compute_metrics
         if peft_config is not None:
+            # Trainer does so too, but only once it has the model. An adapter begins with random weights.
+            set_seed(args.seed)
             model = get_peft_model(model, _with_mask_embedding(model, peft_config))
 
         draw_train = functools.partial(

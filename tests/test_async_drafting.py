@@ -1,0 +1,570 @@
+"""Asynchronous drafting: packed passes against unpacked ones, generations against plain ones, faults, threads."""
+
+import copy
+import functools
+import gc
+import json
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from d3d_hf import D3DDrafterForCausalLM, D3DTrainer, D3DTrainingArguments
+from d3d_hf.async_drafting import (
+    AsyncCandidateGenerator,
+    Branch,
+    InlineWorker,
+    PackedSession,
+    ThreadWorker,
+    plan_branches,
+)
+from d3d_hf.async_drafting.packed_drafts import guesses_without
+from d3d_hf.packing import lay_out
+from d3d_hf.testing import (
+    ARCHITECTURES,
+    ForwardCounter,
+    acceptance_profile_drafter,
+    memoryless_model,
+    oracle_drafter,
+    tiny_model,
+)
+from d3d_hf.token_chooser import TokenChooser
+from lossless import BLOCK_SIZE, drafters_of, generate, prompt_of
+from test_sampling import LAWS, NUM_TESTS, VOCAB_SIZE, drafter_of, transition_p_value, transitions
+
+
+def asynchronous(drafter, **options):
+    drafter.generation_config.drafting_mode = "async"
+    for name, value in options.items():
+        setattr(drafter.generation_config, name, value)
+    return drafter
+
+
+@pytest.fixture
+def inline(monkeypatch):
+    monkeypatch.setattr(AsyncCandidateGenerator, "_make_worker", lambda self, drafter: InlineWorker())
+
+
+# The packed pass
+
+
+@torch.no_grad()
+def branch_logits_by_definition(drafter, text, anchor, guess):
+    """The branch alone, after its own context, nothing cached."""
+    size = drafter.config.block_size
+    shown = [] if guess is None else [guess]
+    layout = lay_out(anchor + 1, torch.tensor([[anchor]]), (size,), num_visible=torch.tensor([[len(shown)]]))
+    ids = torch.tensor([text[: anchor + 1].tolist() + shown + [0] * (size - len(shown))])
+    return drafter.packed_forward(ids, layout).logits[0, anchor + 1 :]
+
+
+@pytest.mark.parametrize(
+    "architecture, guess_source",
+    [*((architecture, "autoregressive") for architecture in ARCHITECTURES), ("llama", "given"), ("gemma3", "none")],
+)
+def test_every_branch_equals_an_unpacked_forward(architecture, guess_source):
+    model = tiny_model(architecture, seed=5, initializer_range=0.2)
+    drafter = D3DDrafterForCausalLM.from_backbone(model, block_size=4)
+
+    @settings(max_examples=2, deadline=None)
+    @given(st.integers(0, 2**31), st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=20, max_size=20))
+    def check(seed, history):
+        """20 rounds of drafts of any length and verdicts of any kind; the cache keeps the accepted context alone."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def tokens(count):
+            return torch.randint(2, 67, (count,), generator=generator)
+
+        session = PackedSession(drafter, TokenChooser(67))
+        text = tokens(7)
+        for round_id, (draft_length, num_accepted) in enumerate(history):
+            num_accepted = min(num_accepted, draft_length)
+            whole = torch.cat([text, tokens(draft_length)])
+            given_guesses = [tokens(2).tolist() for _ in range(draft_length + 1)] if guess_source == "given" else None
+            drafts = session.pack(
+                whole, len(text), round_id, 0 if guess_source == "none" else 2, slot_guesses=given_guesses
+            )
+            assert drafts.round_id == round_id and session.num_cached == len(whole)
+            assert {branch.num_accepted for branch in drafts.branches if branch.guess is None} == set(
+                range(draft_length + 1)
+            )
+            for index, branch in enumerate(drafts.branches):
+                if branch.guess is not None and branch.num_accepted < draft_length and given_guesses is None:
+                    assert branch.guess != int(whole[len(text) + branch.num_accepted]), "the rejected token"
+                anchor = len(text) - 1 + branch.num_accepted
+                expected = branch_logits_by_definition(drafter, whole, anchor, branch.guess)
+                torch.testing.assert_close(session.logits_of(drafts, index), expected, atol=1e-5, rtol=1e-5)
+            text = torch.cat([whole[: len(text) + num_accepted], tokens(1)])
+
+    check()
+
+
+def test_plans_put_a_masked_branch_for_every_verdict_first():
+    guesses = [[1, 2], [3], [4, 5]]
+    plan = plan_branches(2, guesses)
+    assert plan[:3] == [Branch(2), Branch(1), Branch(0)]
+    assert set(plan[3:]) == {Branch(0, 1), Branch(0, 2), Branch(1, 3), Branch(2, 4), Branch(2, 5)}
+    assert plan_branches(2, guesses, max_branches=4, num_seen=[9, 0, 3]) == [
+        Branch(0), Branch(2), Branch(1), Branch(0, 1),
+    ]  # fmt: skip
+
+
+def test_a_rejected_token_is_never_its_own_guess():
+    candidates = torch.tensor([[7, 8, 9], [7, 8, 9], [7, 8, 9]])
+    assert guesses_without(candidates, [7, 9], 2) == [[8, 9], [7, 8], [7, 8]]
+
+
+# The worker
+
+
+@pytest.mark.parametrize("make", [InlineWorker, lambda: ThreadWorker(torch.device("cpu"), 1)])
+def test_workers_run_jobs_in_order_and_hand_over_exceptions(make):
+    worker, order = make(), []
+    futures = [worker.submit(lambda i=i: order.append(i) or i * i) for i in range(5)]
+    assert [worker.take(future, 10).value for future in futures] == [0, 1, 4, 9, 16] and order == list(range(5))
+    with pytest.raises(ZeroDivisionError):
+        worker.take(worker.submit(lambda: 1 / 0), 10)
+    assert worker.take(worker.submit(lambda: "still alive"), 10).value == "still alive"
+    assert worker.stop() and worker.stop()
+
+
+def test_the_thread_sets_its_own_state_and_ends():
+    before, worker = threading.active_count(), ThreadWorker(torch.device("cpu"), 1)
+    state = worker.take(worker.submit(lambda: (torch.is_grad_enabled(), torch.get_num_threads())), 10).value
+    assert state == (False, 1) and torch.is_grad_enabled()
+    assert worker.stop() and threading.active_count() == before
+
+
+def test_stopping_drops_what_has_not_begun_and_waits_for_what_runs():
+    worker, started, release = ThreadWorker(torch.device("cpu")), threading.Event(), threading.Event()
+    running = worker.submit(lambda: started.set() or release.wait(10))
+    waiting = worker.submit(lambda: 1 / 0)
+    assert started.wait(10)
+    assert worker.stop(timeout_s=0.01) is False, "it still runs"
+    release.set()
+    assert running.result(10).value is True and waiting.cancelled()
+
+
+def test_a_dropped_worker_ends_its_thread():
+    worker = ThreadWorker(torch.device("cpu"))
+    worker.take(worker.submit(lambda: None), 10)
+    thread = worker._thread
+    del worker
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+# Generations
+
+
+def assert_same_asynchronously(target, prompt, drafter, num_forwards=None, reference=None, **kwargs):
+    reference = generate(target, prompt, **kwargs) if reference is None else reference
+    with ForwardCounter(target) as forwards, ForwardCounter(drafter, "packed_forward") as passes:
+        output = generate(target, prompt, asynchronous(drafter), **kwargs)
+    assert output.tolist() == reference.tolist()
+    stats = drafter.last_generation_stats
+    assert stats.mode == "async" and stats.num_errors == 0
+    assert stats.num_rounds == forwards.count
+    assert stats.num_tokens == output.shape[1] - prompt.shape[1]
+    assert sum((accepted + 1) * rounds for accepted, rounds in stats.num_accepted.items()) == stats.num_tokens
+    assert sum(stats.num_hits.values()) <= stats.num_rounds - 1
+    assert passes.count >= stats.num_rounds - 1
+    if num_forwards is not None:
+        assert forwards.count == num_forwards
+    return stats
+
+
+@pytest.mark.parametrize("num_guesses", [0, 2])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_ids_are_those_of_plain_generation(architecture, num_guesses):
+    target, prompt = tiny_model(architecture, seed=11), prompt_of()
+    reference = generate(target, prompt)
+    for name, drafter in drafters_of(reference, architecture="gemma3").items():
+        drafter.generation_config.num_bonus_guesses = num_guesses
+        # the first round has no draft; then an oracle needs 32 / 6 rounds, an anti-oracle one per token
+        num_forwards = {"oracle": 1 + 6, "anti": 33, "noisy": 1 + 11}.get(name)
+        stats = assert_same_asynchronously(target, prompt, drafter, num_forwards, reference)
+        assert stats.num_hits.get("none", 0) == 0, "a masked branch serves every verdict"
+        if name == "oracle":
+            assert stats.num_hits == ({"masked": 6} if num_guesses == 0 else {"guessed": 6})
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"max_new_tokens": 1},
+        {"max_new_tokens": 2},
+        {"max_new_tokens": 7},
+        {"eos": 9},
+        {"eos": 4},
+        {"repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 2},
+    ],
+)
+def test_ends_and_processors(kwargs):
+    target, prompt = tiny_model("llama", seed=11), prompt_of()
+    kwargs = dict(kwargs)
+    free = generate(target, prompt)
+    if "eos" in kwargs:
+        kwargs |= {"eos_token_id": int(free[0, 6 + kwargs.pop("eos")]), "pad_token_id": 0}
+    reference = generate(target, prompt, **kwargs)
+    proposed = free if "eos_token_id" in kwargs else reference
+    for drafter in drafters_of(proposed).values():
+        assert_same_asynchronously(target, prompt, drafter, reference=reference, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "options", [{"draft_slot_budget": 5}, {"draft_slot_budget": 20}, {"bonus_guess_source": "slots"}]
+)
+def test_budgets_and_guesses_from_the_slots(options):
+    target, prompt = tiny_model("llama", seed=11), prompt_of()
+    reference = generate(target, prompt)
+    for name, drafter in drafters_of(reference).items():
+        for option, value in options.items():
+            setattr(drafter.generation_config, option, value)
+        stats = assert_same_asynchronously(target, prompt, drafter, reference=reference)
+        if name in ("oracle", "mixed"):
+            assert stats.tokens_per_round > 1.3
+
+
+def test_a_caller_that_does_something_else_than_verify_gets_a_draft_of_its_text():
+    target, prompt = tiny_model("llama", seed=11), prompt_of()
+    reference = generate(target, prompt)
+    drafter = asynchronous(oracle_drafter(reference, block_size=4))
+    config = copy.deepcopy(target.generation_config)
+    config.max_length = 60
+    candidates = drafter.make_candidate_generator(target, config, {})
+    try:
+        for length in (6, 7, 12, 9, 10, 30):  # jumps ahead and back are no verdicts
+            ids, _ = candidates.get_candidates(reference[:, :length])
+            if length in (7, 10):
+                assert ids[0, length:].tolist() == reference[0, length : length + 4].tolist()
+            else:
+                assert ids.shape[1] == length
+    finally:
+        candidates.close()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_delays_on_either_side_change_nothing(seed):
+    """25 short generations each, 300 in all, with 0 to 5 ms before every forward of either model."""
+    generator = torch.Generator().manual_seed(seed)
+    target, twin = tiny_model("llama", seed=seed), tiny_model("qwen3", seed=seed)
+    forward = target.forward
+
+    def wait():
+        time.sleep(0.005 * float(torch.rand((), generator=generator)))
+
+    @functools.wraps(forward)
+    def slow_forward(*args, **kwargs):
+        wait()
+        return forward(*args, **kwargs)
+
+    for turn in range(25):
+        prompt = prompt_of(1 + turn % 9, seed=25 * seed + turn)
+        reference = generate(target, prompt, max_new_tokens=12)
+        if turn % 5:
+            drafter = acceptance_profile_drafter(reference, [0.9, 0.6], seed=turn, block_size=4)
+        else:
+            drafter = D3DDrafterForCausalLM.from_backbone(twin, block_size=4)
+        packed = drafter.packed_forward
+        drafter.packed_forward = lambda *args, packed=packed, **kwargs: wait() or packed(*args, **kwargs)
+        target.forward = slow_forward
+        output = generate(target, prompt, asynchronous(drafter, num_bonus_guesses=turn % 3), max_new_tokens=12)
+        target.forward = forward
+        assert output.tolist() == reference.tolist()
+        assert drafter.last_generation_stats.num_errors == 0
+
+
+def test_drafting_runs_beside_verification():
+    """Each side waits for the other to have begun, which only works if they do run at the same time."""
+    target, prompt = tiny_model("llama", seed=11), prompt_of()
+    reference = generate(target, prompt, max_new_tokens=12)
+    drafter = asynchronous(oracle_drafter(reference, block_size=4), num_bonus_guesses=0)
+    verifying, drafting = threading.Semaphore(0), threading.Semaphore(0)
+    forward, packed = target.forward, drafter.packed_forward
+
+    @functools.wraps(forward)
+    def meet_forward(*args, **kwargs):
+        verifying.release()
+        assert drafting.acquire(timeout=20)
+        return forward(*args, **kwargs)
+
+    def meet_packed(*args, **kwargs):
+        drafting.release()
+        assert verifying.acquire(timeout=20)
+        return packed(*args, **kwargs)
+
+    target.forward, drafter.packed_forward = meet_forward, meet_packed
+    output = generate(target, prompt, drafter, max_new_tokens=12)
+    target.forward = forward
+    assert torch.equal(output, reference) and drafter.last_generation_stats.num_errors == 0
+
+
+# Sampling
+
+
+@pytest.mark.parametrize(
+    "law, kind, options",
+    [
+        ("plain", "own", {"num_bonus_guesses": 0}),
+        ("plain", "own", {"num_bonus_guesses": 3}),
+        ("temperature", "other", {"num_bonus_guesses": 2}),
+        ("top_k", "own", {"num_bonus_guesses": 2, "bonus_guess_source": "slots"}),
+        ("top_p", "own", {"draft_slot_budget": 12}),
+    ],
+)
+def test_transitions_follow_the_targets_law(law, kind, options):
+    target = memoryless_model(VOCAB_SIZE, seed=1)
+    drafter = asynchronous(drafter_of(kind), **options)
+    counts = transitions(target, drafter, LAWS[law], num_generations=6)
+    assert transition_p_value(counts, target, LAWS[law]) > 1e-4 / NUM_TESTS
+    hits = drafter.last_generation_stats.num_hits
+    assert hits.get("masked", 0) + hits.get("guessed", 0) > 0
+    if options.get("num_bonus_guesses"):
+        assert hits["guessed"] > 0
+
+
+def test_same_seed_same_ids_threaded_or_inline_however_delayed(monkeypatch):
+    target = memoryless_model(VOCAB_SIZE, seed=1)
+    prompt = torch.tensor([[2, 3]])
+
+    def sample(seed, delay=0.0):
+        drafter = asynchronous(drafter_of("own"))
+        packed = drafter.packed_forward
+        drafter.packed_forward = lambda *args, **kwargs: time.sleep(delay) or packed(*args, **kwargs)
+        torch.manual_seed(seed)
+        return target.generate(prompt, max_new_tokens=30, do_sample=True, assistant_model=drafter).tolist()
+
+    threaded, delayed, other = sample(5), sample(5, delay=0.004), sample(6)
+    monkeypatch.setattr(AsyncCandidateGenerator, "_make_worker", lambda self, drafter: InlineWorker())
+    assert threaded == delayed == sample(5) != other
+
+
+# Faults
+
+
+def failing(kind, release=None):
+    def packed_forward(*args, **kwargs):
+        if kind == "raises":
+            raise RuntimeError("planned failure")
+        if kind == "out of memory":
+            raise torch.OutOfMemoryError("planned: no memory left")
+        if kind == "hangs":
+            release.wait(30)
+        return None
+
+    return packed_forward
+
+
+@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("kind", ["raises", "out of memory", "hangs", "nan"])
+def test_a_failure_ends_drafting_with_one_warning_or_raises(kind, after, caplog):
+    target, prompt = tiny_model("llama", seed=11), prompt_of()
+    reference, release = generate(target, prompt), threading.Event()
+    threads = threading.active_count()
+    for action in ("warn", "raise"):
+        drafter = asynchronous(D3DDrafterForCausalLM.from_backbone(target, block_size=4), on_draft_error=action)
+        packed, calls = drafter.packed_forward, []
+
+        def packed_forward(*args, packed=packed, calls=calls, **kwargs):
+            calls.append(None)
+            if len(calls) <= after:
+                return packed(*args, **kwargs)
+            if kind == "nan":
+                outputs = packed(*args, **kwargs)
+                for name in ("logits", "hidden_states"):
+                    value = getattr(outputs, name)
+                    if value is not None:
+                        value = tuple(t * float("nan") for t in value) if isinstance(value, tuple) else value
+                        setattr(outputs, name, value)
+                return outputs
+            return failing(kind, release)(*args, **kwargs)
+
+        drafter.packed_forward = packed_forward
+        start = time.monotonic()
+        if action == "warn":
+            assert torch.equal(generate(target, prompt, drafter), reference)
+            assert caplog.text.count("Drafting failed") == 1
+        else:
+            with pytest.raises(RuntimeError, match="Drafting failed"):
+                generate(target, prompt, drafter)
+        assert time.monotonic() - start < 5 + 2  # the bound is 5 s; the rest is for a busy machine
+        release.set()
+        del drafter.packed_forward
+        assert torch.equal(generate(target, prompt, drafter), reference)
+        assert drafter.last_generation_stats.num_errors == 0
+        release.clear()
+    release.set()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    assert threading.active_count() == threads
+
+
+def test_an_interruption_leaves_no_job_no_cache_and_the_threads_as_they_were(monkeypatch):
+    target, prompt = tiny_model("llama", seed=11), prompt_of()
+    drafter = asynchronous(D3DDrafterForCausalLM.from_backbone(target, block_size=4))
+    made, make = [], D3DDrafterForCausalLM.make_candidate_generator
+    monkeypatch.setattr(
+        D3DDrafterForCausalLM, "make_candidate_generator", lambda *a, **k: made.append(make(*a, **k)) or made[-1]
+    )
+    torch.set_num_threads(2)
+    reference = generate(target, prompt)
+    forward, calls, threads = target.forward, [], threading.active_count()
+
+    @functools.wraps(forward)
+    def interrupted(*args, **kwargs):
+        calls.append(None)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return forward(*args, **kwargs)
+
+    target.forward = interrupted
+    with pytest.raises(KeyboardInterrupt) as kept_traceback:
+        generate(target, prompt, drafter)
+    target.forward = forward
+    assert threading.active_count() == threads and torch.get_num_threads() == 2
+    assert made[-1]._session.num_cached == 0
+    assert torch.equal(generate(target, prompt, drafter), reference)
+    assert torch.get_num_threads() == 2
+    del kept_traceback
+
+
+# Around a generation
+
+
+def test_after_a_generation_the_drafter_is_an_ordinary_model(tmp_path):
+    target, prompt = tiny_model("llama", seed=11), prompt_of()
+    drafter = asynchronous(D3DDrafterForCausalLM.from_backbone(target, block_size=4))
+    generate(target, prompt, drafter)
+    for twin in (copy.deepcopy(drafter), pickle.loads(pickle.dumps(drafter))):
+        assert twin.last_generation_stats == drafter.last_generation_stats
+    drafter.save_pretrained(tmp_path / "drafter")
+    loaded = D3DDrafterForCausalLM.from_pretrained(tmp_path / "drafter")
+    assert loaded.generation_config.drafting_mode == "async"
+    rows = [{"input_ids": prompt_of(12, seed=i)[0].tolist(), "prompt_length": 3} for i in range(4)]
+    args = D3DTrainingArguments(
+        output_dir=str(tmp_path / "run"), max_steps=1, report_to=[], use_cpu=True, dataloader_num_workers=1,
+        save_strategy="no", disable_tqdm=True, per_device_train_batch_size=2,
+    )  # fmt: skip
+    D3DTrainer(drafter, args, train_dataset=rows).train()
+
+
+def test_fifty_generations_leave_threads_and_caches_where_they_were():
+    target, prompt = tiny_model("llama", seed=11), prompt_of()
+    drafter = asynchronous(D3DDrafterForCausalLM.from_backbone(target, block_size=4))
+    generate(target, prompt, drafter, max_new_tokens=6)
+    gc.collect()
+    threads = threading.active_count()
+    held = sum(isinstance(obj, torch.Tensor) for obj in gc.get_objects())
+    for _ in range(50):
+        generate(target, prompt, drafter, max_new_tokens=6)
+    gc.collect()
+    assert threading.active_count() == threads
+    assert sum(isinstance(obj, torch.Tensor) for obj in gc.get_objects()) <= held + 5
+
+
+def test_two_threads_generate_with_one_drafter_and_one_target_at_once():
+    target = tiny_model("llama", seed=11)
+    drafter = asynchronous(D3DDrafterForCausalLM.from_backbone(tiny_model("qwen3", seed=11), block_size=4))
+    prompts = [prompt_of(4 + i, seed=i) for i in range(8)]
+    references = [generate(target, prompt, max_new_tokens=20).tolist() for prompt in prompts]
+    outputs = [None] * len(prompts)
+
+    def work(first):
+        torch.set_num_threads(1)
+        for i in range(first, len(prompts), 2):
+            outputs[i] = generate(target, prompts[i], drafter, max_new_tokens=20).tolist()
+
+    workers = [threading.Thread(target=work, args=(first,)) for first in (0, 1)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert outputs == references
+
+
+def test_one_drafter_with_two_targets_in_turn():
+    drafter = D3DDrafterForCausalLM.from_backbone(tiny_model("qwen3", seed=11), block_size=4)
+    targets = [tiny_model("llama", seed=1), tiny_model("gemma3", seed=2)]
+    for turn in range(4):
+        assert_same_asynchronously(targets[turn % 2], prompt_of(5 + turn, turn), drafter, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("ending", ["sys.exit(0)", "pass", "raise SystemExit(0)"])
+def test_a_process_that_ends_during_a_generation_ends_cleanly(ending):
+    code = f"""
+        import sys, threading, torch
+        from d3d_hf import D3DDrafterForCausalLM
+        from d3d_hf.testing import tiny_model
+        torch.set_num_threads(1)
+        target = tiny_model("llama", max_position_embeddings=100000)
+        drafter = D3DDrafterForCausalLM.from_backbone(target, block_size=4)
+        drafter.generation_config.drafting_mode = "async"
+        begun = threading.Event()
+        class Streamer:
+            def put(self, value): begun.set()
+            def end(self): pass
+        prompt = torch.randint(2, 67, (1, 6))
+        kwargs = dict(max_new_tokens=50000, do_sample=False, assistant_model=drafter, streamer=Streamer())
+        threading.Thread(target=target.generate, args=(prompt,), kwargs=kwargs, daemon=True).start()
+        assert begun.wait(60)
+        {ending}
+    """
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=120, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+# Statistics
+
+
+def test_statistics_go_to_json_and_to_a_trace(tmp_path):
+    target, prompt = tiny_model("llama", seed=11), prompt_of()
+    drafter = asynchronous(D3DDrafterForCausalLM.from_backbone(target, block_size=4))
+    generate(target, prompt, drafter)
+    stats = drafter.last_generation_stats
+    json.dumps(vars(stats))
+    assert 0 <= stats.overlap <= 1 and stats.wait_ms >= 0
+    stats.to_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert lanes == {1: "target", 2: "drafter"}
+    assert {event["tid"] for event in spans} == {1, 2} and all(event["dur"] >= 0 for event in spans)
+    assert sum(event["tid"] == 1 for event in spans) == stats.num_rounds
+
+
+def test_overlap_is_the_hidden_share_of_drafting():
+    from d3d_hf import GenerationStats
+
+    spans = [("verify", 0, 10), ("draft", 2, 6), ("verify", 12, 20), ("draft", 8, 14), ("draft", 21, 23)]
+    stats = GenerationStats(spans=sorted(spans, key=lambda span: span[1]))
+    assert stats.overlap == pytest.approx((4 + 2 + 2) / (4 + 6 + 2))
+    assert GenerationStats().overlap == 0
+
+
+def test_the_timeline_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    target = tiny_model("llama", seed=11)
+    drafter = asynchronous(D3DDrafterForCausalLM.from_backbone(target, block_size=4))
+    generate(target, prompt_of(), drafter)
+    drafter.last_generation_stats.plot(tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_interrupted_first_round_is_clean(inline):
+    """The inline worker runs the same schedule, first round included."""
+    target, prompt = tiny_model("llama", seed=11), prompt_of()
+    reference = generate(target, prompt)
+    drafter = oracle_drafter(reference, block_size=BLOCK_SIZE)
+    stats = assert_same_asynchronously(target, prompt, drafter, num_forwards=7, reference=reference)
+    assert stats.overlap == 0
