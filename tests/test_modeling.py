@@ -1,6 +1,7 @@
 """The drafter as a model: made from a backbone, saved, loaded, trained, wrapped."""
 
 import copy
+import json
 import pickle
 
 import pytest
@@ -241,6 +242,33 @@ def test_a_target_with_flash_attention_gives_a_drafter_with_sdpa():
     drafter = D3DDrafterForCausalLM.from_backbone(model)
     assert drafter.config.backbone_config._attn_implementation == "sdpa"
     assert model.config._attn_implementation == "flash_attention_2"
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"backbone_config": None}, "no 'backbone_config'"),
+        ({"backbone_config": {"model_type": "unknown"}}, "model_type 'unknown'"),
+        ({"backbone_config": {"vocab_size": 67}}, "model_type None"),
+        ({"backbone_config": "qwen3"}, "backbone_config is 'qwen3'"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"mask_token_id": "5"}, "mask_token_id is '5'"),
+        ({"vocab_size": True}, "vocab_size is True"),
+        ({"kept_layers": "x"}, "kept_layers is 'x'"),
+    ],
+)
+def test_damaged_configs_are_refused(fields, message, tmp_path):
+    D3DDrafterForCausalLM.from_backbone(tiny_model("llama")).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    with pytest.raises(ValueError, match=message):
+        D3DDrafterForCausalLM.from_pretrained(tmp_path)
+
+
+def test_the_callers_config_is_left_alone():
+    config = tiny_config("llama")
+    D3DDrafterForCausalLM._from_config(D3DConfig(config), dtype=torch.bfloat16, attn_implementation="eager")
+    assert config._attn_implementation is None and config.dtype is None
 
 
 def test_adapters_and_drafters_are_refused_as_backbones():

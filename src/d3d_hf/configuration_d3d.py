@@ -1,8 +1,9 @@
 """The configuration of a D3D drafter: a nested backbone config and what turns the backbone into a denoiser."""
 
+import copy
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 
 BLOCK_ATTENTIONS = ("bidirectional", "causal")
@@ -62,15 +63,8 @@ class D3DConfig(PreTrainedConfig):
         **kwargs,
     ):
         if backbone_config is None:
-            backbone_config = {"model_type": "llama"}
-        if isinstance(backbone_config, dict):
-            backbone_config = dict(backbone_config)
-            model_type = backbone_config.pop("model_type", None)
-            if model_type is None:
-                raise ValueError(
-                    "backbone_config has no 'model_type': name the backbone's architecture, e.g. 'qwen3'."
-                )
-            backbone_config = AutoConfig.for_model(model_type, **backbone_config)
+            backbone_config = {"model_type": "llama"}  # transformers makes configs without arguments, to compare with
+        backbone_config = _as_config(backbone_config)
         self.backbone_config = backbone_config
         self.block_size = block_size
         self.mask_token_id = mask_token_id
@@ -86,6 +80,12 @@ class D3DConfig(PreTrainedConfig):
         super().__init__(**kwargs)
         self._validate()
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        if not config_dict.get("backbone_config"):
+            raise ValueError("The config has no 'backbone_config': it is not that of a D3D drafter, or it is damaged.")
+        return super().from_dict(config_dict, **kwargs)
+
     def __getattr__(self, name: str):
         """The sizes of the backbone, which generate, PEFT and accelerate look for on a model's own config."""
         if name not in _BACKBONE_SIZES or "backbone_config" not in self.__dict__:
@@ -93,18 +93,42 @@ class D3DConfig(PreTrainedConfig):
         return getattr(self.backbone_config, name)
 
     def _validate(self):
-        if isinstance(self.block_size, bool) or not isinstance(self.block_size, int) or self.block_size < 1:
+        if not _is_whole(self.block_size) or self.block_size < 1:
             raise ValueError(f"block_size is {self.block_size!r}: give a whole number of at least 1 (8 is usual).")
         if self.block_attention not in BLOCK_ATTENTIONS:
             raise ValueError(f"block_attention is {self.block_attention!r}: choose one of {BLOCK_ATTENTIONS}.")
         rows = getattr(self.backbone_config, "vocab_size", 0)
-        if self.mask_token_id is not None and not 0 <= self.mask_token_id < rows:
+        mask = self.mask_token_id
+        if mask is not None and not (_is_whole(mask) and 0 <= mask < rows):
             raise ValueError(
-                f"mask_token_id is {self.mask_token_id!r}, but the backbone has {rows} embedding rows: give an id "
+                f"mask_token_id is {mask!r}, but the backbone has {rows} embedding rows: give an id "
                 f"from 0 to {rows - 1}, or None for a mask embedding of its own."
             )
-        if not isinstance(self.vocab_size, int) or self.vocab_size < 1:
+        if not _is_whole(self.vocab_size) or self.vocab_size < 1:
             raise ValueError(f"vocab_size is {self.vocab_size!r}: give the target's vocabulary size.")
+        kept = self.kept_layers
+        if kept is not None and not (isinstance(kept, (list, tuple)) and all(_is_whole(index) for index in kept)):
+            raise ValueError(f"kept_layers is {kept!r}: give a list of layer indices, or None for all layers.")
+
+
+def _is_whole(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _as_config(backbone_config: PreTrainedConfig | dict[str, Any]) -> PreTrainedConfig:
+    """A config of the drafter's own: what is passed in stays as it is."""
+    if isinstance(backbone_config, PreTrainedConfig):
+        return copy.deepcopy(backbone_config)
+    if not isinstance(backbone_config, dict):
+        raise ValueError(f"backbone_config is {backbone_config!r}: give a config, or the dictionary of one.")
+    fields = dict(backbone_config)
+    model_type = fields.pop("model_type", None)
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(
+            f"backbone_config has the model_type {model_type!r}, which this transformers does not know: name the "
+            f"backbone's architecture, e.g. 'qwen3'."
+        )
+    return AutoConfig.for_model(model_type, **fields)
 
 
 __all__ = ["D3DConfig"]

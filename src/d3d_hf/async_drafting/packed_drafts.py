@@ -154,7 +154,7 @@ class PackedSession(DraftingSession):
             num_cached=text.shape[0] - context.shape[0],
             bidirectional=drafter.config.block_attention == "bidirectional",
         )
-        ids = torch.cat([context, slots.flatten().to(self._device)])[None]
+        ids = self._embeddable(torch.cat([context, slots.flatten().to(self._device)]))[None]
         outputs = drafter.packed_forward(ids, layout, cache=self._cache, logits_to_keep=None)
         self._cache.crop(-slots.numel())
         hidden_states = outputs.hidden_states[-1][0, context.shape[0] :]
@@ -164,7 +164,7 @@ class PackedSession(DraftingSession):
         """A forward over the context alone; the logits of its last rows, shape `(num_rows, vocab_size)`."""
         layout = lay_out(context.shape[0], num_cached=self._cache.get_seq_length(), device=self._device)
         logits = self._drafter.packed_forward(
-            context[None], layout, cache=self._cache, logits_to_keep=num_rows
+            self._embeddable(context)[None], layout, cache=self._cache, logits_to_keep=num_rows
         ).logits[0]
         config = self._drafter.config
         never = () if config.mask_token_id is None else (config.mask_token_id,)
