@@ -78,6 +78,8 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
         self.mask_embedding = None
         if config.mask_token_id is None:
             self.mask_embedding = nn.Embedding(1, self.get_input_embeddings().embedding_dim)
+        # Derived from a model's config, it would lose the drafting options when it is loaded again.
+        self.generation_config._from_model_config = False
         # The stock protocol would adapt a schedule and a confidence threshold, which a block drafter has no use for.
         self.generation_config.num_assistant_tokens_schedule = "constant"
         self.generation_config.assistant_confidence_threshold = 0.0

@@ -66,7 +66,8 @@ class AsyncCandidateGenerator(D3DCandidateGenerator):
         try:
             draft = self._selected_draft(context, min(self.options.num_assistant_tokens, budget))
             draft = self._cut(input_ids, draft if draft is not None else nothing)
-            self._submit(context, draft)
+            if budget > 1:  # else the text ends with this round or the next, which has no room for a draft
+                self._submit(context, draft)
         except Exception as error:
             self._fail(error)
             return nothing

@@ -68,9 +68,17 @@ class ThreadWorker:
         self._device, self._num_threads = device, num_threads
         self._jobs = queue.SimpleQueue()
         self._thread = None
+        self._is_stopped = False
 
     def submit(self, job: Callable[[], Any]) -> Future:
-        """Queues a job. The future holds a [`JobResult`], or the exception that the job raised."""
+        """
+        Queues a job. The future holds a [`JobResult`], or the exception that the job raised.
+
+        Raises:
+            RuntimeError: The worker was stopped.
+        """
+        if self._is_stopped:
+            raise RuntimeError("The worker was stopped: make another one.")
         future = Future()
         self._jobs.put((future, job))
         if self._thread is None:
@@ -105,6 +113,7 @@ class ThreadWorker:
         Returns:
             `bool`: Whether the thread has ended; one that hangs is left behind, as a daemon.
         """
+        self._is_stopped = True
         thread, self._thread = self._thread, None
         if thread is None:
             return True
