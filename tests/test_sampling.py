@@ -208,3 +208,16 @@ def test_slots_are_drawn_independently_given_the_text(target):
     observed = torch.tensor([pairs[pair] for pair in every], dtype=torch.float)
     expected = num_draws * (probs[0, :, None] * probs[1, None, :]).flatten()
     assert p_value(observed, expected, num_constraints=1) > 1e-4 / NUM_TESTS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "law", [{"temperature": 0.7, "top_k": 3, "top_p": 1.0}, LAWS["top_p"]], ids=["top_k", "top_p"]
+)
+@pytest.mark.parametrize("num_steps", [2, 3])
+def test_several_steps_with_cut_laws_over_many_tokens(target, num_steps, law):
+    """The long grid: five times the tokens of the tests above."""
+    drafter = drafter_of("own")
+    drafter.generation_config.num_denoising_steps = num_steps
+    counts = transitions(target, drafter, law, num_generations=50)
+    assert transition_p_value(counts, target, law) > 1e-4 / NUM_TESTS

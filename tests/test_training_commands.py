@@ -162,6 +162,16 @@ def test_every_training_argument_is_an_option(run):
         assert not argument.init or f"--{argument.name} " in out or f"--{argument.name}," in out, argument.name
 
 
+def test_lora_is_kept_as_an_adapter_where_asked(train, tmp_path):
+    status, _, err = train("--backbone", "target", "--data", "data", "--lora-rank", 2, "--keep-adapter")
+    assert status == 0, err
+    final = tmp_path / "final"
+    assert (final / "adapter" / "adapter_model.safetensors").is_file() and not (final / "model.safetensors").exists()
+    assert json.loads((final / "config.json").read_text())["adapter_base"] == "target"
+    drafter = D3DDrafterForCausalLM.from_pretrained(final)
+    assert drafter.config.training_recipe["adapter"]["rank"] == 2
+
+
 def test_lora_is_merged(train, tmp_path):
     status, _, err = train("--drafter", "drafter", "--data", "data", "--lora-rank", 2, "--lora-alpha", 8)
     assert status == 0, err

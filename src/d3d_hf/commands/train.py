@@ -59,7 +59,11 @@ def run(args: argparse.Namespace) -> int:
     recipe = _recipe(options, training, trainer, metadata, num_rows, metrics)
     recipe["continued_from"] = drafter.config.training_recipe
     drafter.config.training_recipe = {name: value for name, value in recipe.items() if value is not None}
-    final = _save(trainer, os.path.join(training.output_dir, _FINAL_FOLDER), options.final_dtype or source_dtype)
+    adapter_base = None
+    if options.keep_adapter:
+        adapter_base = options.backbone or drafter.config.target_name_or_path
+    folder = os.path.join(training.output_dir, _FINAL_FOLDER)
+    final = _save(trainer, folder, options.final_dtype or source_dtype, adapter_base)
     if trainer.is_world_process_zero():
         if metrics:
             shown = ("acceptance_length", "tokens_per_round", "ar_accuracy", "bonus_hit_rate")
@@ -109,6 +113,9 @@ class _Options:
     lora_dropout: float | None = field(default=None, metadata={"help": "Dropout of the adapter (0)."})
     lora_target_modules: list[str] | None = field(
         default=None, metadata={"help": "Modules that get an adapter (all linear ones but the head)."}
+    )
+    keep_adapter: bool = field(
+        default=False, metadata={"help": "Save the final drafter as an adapter on its base instead of merged."}
     )
     resume: bool = field(default=False, metadata={"help": "Go on from the last checkpoint in --output-dir."})
 
@@ -214,6 +221,8 @@ def _refuse_conflicts(options: _Options, training):
         for name in _OF_LORA:
             if getattr(options, name) is not None:
                 raise UsageError(f"{_option(name)} {getattr(options, name)!r} needs --lora-rank: give it as well")
+        if options.keep_adapter:
+            raise UsageError("--keep-adapter needs --lora-rank: give it as well")
     has_eval_data = options.eval_data is not None or options.eval_rows is not None
     if training.eval_strategy != "no" and not has_eval_data:
         raise UsageError(
@@ -405,8 +414,8 @@ def _name_alone(name: str) -> str:
     return os.path.basename(os.path.normpath(name)) if os.path.isdir(name) else name
 
 
-def _save(trainer, folder: str, dtype) -> str:
-    """Saves the drafter, an adapter merged into it, with its tokenizer."""
+def _save(trainer, folder: str, dtype, adapter_base: str | None) -> str:
+    """Saves the drafter with its tokenizer; an adapter is merged or, if its base is named, stored on that base."""
     import torch
 
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
@@ -416,7 +425,10 @@ def _save(trainer, folder: str, dtype) -> str:
     if not trainer.is_world_process_zero():
         return folder
     drafter = trainer.accelerator.unwrap_model(trainer.model)
-    if hasattr(drafter, "merge_and_unload"):
+    if adapter_base is not None:
+        drafter = drafter.get_base_model()
+        drafter.config.adapter_base = adapter_base
+    elif hasattr(drafter, "merge_and_unload"):
         drafter = drafter.merge_and_unload()
         if hasattr(drafter, "peft_config"):
             del drafter.peft_config
