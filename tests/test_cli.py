@@ -411,7 +411,11 @@ def test_no_prompt_at_a_terminal_is_an_error(run, monkeypatch):
 @pytest.mark.parametrize(
     "name, content, named",
     [
-        ("config.json", '{"model_type": "d3d", "block_size": 0}', "block_size is 0"),
+        (
+            "config.json",
+            '{"model_type": "d3d", "block_size": 0, "backbone_config": {"model_type": "llama"}}',
+            "block_size is 0",
+        ),
         ("config.json", '{"model_type": "d3d", "backbone_config": {"model_type": "nosuch"}}', "nosuch"),
         ("config.json", "{", "config.json"),
         ("model.safetensors", "junk", "again"),
