@@ -1,0 +1,149 @@
+"""Adapter drafters: a PEFT adapter, the mask embedding and the kept layers of a named base.
+
+On disk such a drafter is `config.json`, whose `adapter_base` names the base, and a folder `adapter/` in PEFT's own
+format. In memory it is either merged, an ordinary drafter with weights of its own, or it shares the memory of the live
+target's parameters and adds only the adapter's. It never shares the target's *modules*: an adapter that is switched on
+a shared module would race with the target's thread.
+"""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
+
+from .backbones import decoder_layers
+
+
+try:
+    from peft import PeftModel, get_peft_model_state_dict
+except ImportError:  # code that came with a repository runs without it, as long as no adapter is involved
+    PeftModel = None
+
+
+ADAPTER_FOLDER = "adapter"
+_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
+
+
+def hub_arguments(kwargs: dict) -> dict:
+    """Those of `from_pretrained`'s keyword arguments that say where and how to look on the Hub."""
+    return {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+
+
+def state_with_layers(model: PreTrainedModel, kept: list[int] | None) -> dict[str, torch.Tensor]:
+    """A model's state dict with only the kept layers, renumbered; the parameters themselves, not copies."""
+    state = model.state_dict(keep_vars=True)
+    if kept is None:
+        return state
+    layers = decoder_layers(model)
+    prefix = next(name for name, module in model.named_modules() if module is layers) + "."
+    renumbered = {}
+    for name, tensor in state.items():
+        if name.startswith(prefix):
+            index, rest = name[len(prefix) :].split(".", 1)
+            if int(index) not in kept:
+                continue
+            name = f"{prefix}{kept.index(int(index))}.{rest}"
+        renumbered[name] = tensor
+    return renumbered
+
+
+def load_base(config, **kwargs) -> PreTrainedModel:
+    """The base model that an adapter drafter's config names; the embedded one where the Hub cannot be reached."""
+    name = config.adapter_base
+    try:
+        from d3d_hf.embedded import resolve
+
+        name = resolve(name)
+    except ImportError:  # code that came with a repository, without the package
+        pass
+    return AutoModelForCausalLM.from_pretrained(name, **kwargs)
+
+
+def check_base(config, base: PreTrainedModel):
+    """
+    Raises:
+        ValueError: The base is of another shape than the model that the adapter was trained on.
+    """
+    wanted, given = config.backbone_config, base.config
+    num_layers = config.num_hidden_layers if config.kept_layers is None else max(config.kept_layers) + 1
+    same_shape = wanted.model_type == given.model_type and wanted.hidden_size == given.hidden_size
+    if not same_shape or given.num_hidden_layers < num_layers:
+        raise ValueError(
+            f"The adapter was trained on {config.adapter_base!r} ({wanted.model_type}, hidden size "
+            f"{wanted.hidden_size}, at least {num_layers} layers), but the base is {given.model_type}, of hidden size "
+            f"{given.hidden_size} and {given.num_hidden_layers} layers: pass the model that it was trained on."
+        )
+
+
+def share_parameters(drafter: PreTrainedModel, base: PreTrainedModel, kept: list[int] | None):
+    """
+    Puts the base's parameters into a drafter that was built on the meta device: the same memory, other `nn.Parameter`
+    objects, so that freezing or adapting the drafter leaves the base alone. Tied parameters stay tied.
+    """
+    state = state_with_layers(base, kept)
+    shared = {}
+    for name, _ in list(drafter.named_parameters(remove_duplicate=False)):
+        if name not in state:
+            continue
+        source = state[name]
+        parameter = shared.setdefault(id(source), nn.Parameter(source.detach(), requires_grad=False))
+        module_name, _, leaf = name.rpartition(".")
+        drafter.get_submodule(module_name)._parameters[leaf] = parameter
+    # Buffers that no state dict holds (RoPE frequencies) are the base's own, from modules above the layers.
+    buffers = dict(base.named_buffers())
+    for name, _ in list(drafter.named_buffers()):
+        module_name, _, leaf = name.rpartition(".")
+        drafter.get_submodule(module_name)._buffers[leaf] = state.get(name, buffers.get(name))
+
+
+def attach_adapter(drafter: PreTrainedModel, name_or_path: str, **kwargs) -> "PeftModel":
+    """Wraps a drafter in the adapter of an adapter drafter's folder or repository."""
+    if PeftModel is None:
+        raise ImportError(f"{name_or_path!r} holds an adapter, which needs the peft package: pip install peft")
+    subfolder = "/".join(part for part in (kwargs.pop("subfolder", ""), ADAPTER_FOLDER) if part)
+    return PeftModel.from_pretrained(drafter, name_or_path, subfolder=subfolder, **kwargs)
+
+
+def save_adapter(drafter: PreTrainedModel, folder: str):
+    """
+    Writes `config.json`, `generation_config.json` and `adapter/` of a drafter that carries one adapter.
+
+    Raises:
+        ValueError: The config names no base.
+    """
+    config = drafter.config
+    base_name = config.adapter_base or config.backbone_config.name_or_path or config.target_name_or_path
+    if not base_name:
+        raise ValueError(
+            "The drafter's config names no base for its adapter: set drafter.config.adapter_base to the name or path "
+            "of the model that it was made from."
+        )
+    path = Path(folder) / ADAPTER_FOLDER
+    path.mkdir(parents=True, exist_ok=True)
+    config.adapter_base = base_name
+    custom_object_save(drafter, folder, config=config)
+    config.save_pretrained(folder)
+    drafter.generation_config.save_pretrained(folder)
+    (peft_config,) = drafter.peft_config.values()
+    peft_config.base_model_name_or_path, peft_config.inference_mode = base_name, True
+    peft_config.save_pretrained(path)
+    state = {
+        name if name.startswith("base_model.") else f"base_model.model.{name}": tensor.contiguous()
+        for name, tensor in get_peft_model_state_dict(drafter, save_embedding_layers=False).items()
+    }
+    save_file(state, path / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+__all__ = [
+    "ADAPTER_FOLDER",
+    "attach_adapter",
+    "check_base",
+    "hub_arguments",
+    "load_base",
+    "save_adapter",
+    "share_parameters",
+    "state_with_layers",
+]

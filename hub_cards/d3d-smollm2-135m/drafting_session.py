@@ -1,0 +1,178 @@
+"""A drafting session: the drafter's KV cache and drafts of one generation."""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from transformers import DynamicCache
+
+from .backbones import max_draft_positions
+from .fallbacks import execution_device
+from .packing import lay_out
+from .token_chooser import TokenChooser
+
+
+logger = logging.getLogger(__name__)
+
+# Context tokens of one pass: bounds the mask of a long prompt's prefill to this many rows.
+MAX_CONTEXT_PER_PASS = 1024
+
+
+@dataclass
+class Draft:
+    """
+    Attributes:
+        tokens (`torch.LongTensor` of shape `(length,)`): The draft, on the drafter's device; may be empty.
+        law (`torch.FloatTensor` of shape `(length, vocab_size)`, *optional*):
+            Float32 logits that each token was drawn from; `None` if they were not drawn but chosen.
+    """
+
+    tokens: torch.LongTensor
+    law: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    def cut(self, length: int) -> "Draft":
+        return Draft(self.tokens[:length], None if self.law is None else self.law[:length])
+
+
+class DraftingSession:
+    """
+    Owns the drafter's KV cache for one generation. Each call to `draft` is given the whole text; the session works out
+    what its cache holds of it, rolls back what it does not, and feeds the rest. The cache holds context only: a pass's
+    slots are cropped away as soon as it returns.
+
+    Runs on the caller's thread and on the drafter's device.
+
+    Args:
+        drafter ([`D3DDrafterForCausalLM`]): The model; not modified.
+        chooser ([`TokenChooser`]): Turns logits into draft tokens.
+        num_denoising_steps (`int`, *optional*, defaults to 1): Forwards that a draft is spread over.
+    """
+
+    def __init__(self, drafter, chooser: TokenChooser, num_denoising_steps: int = 1):
+        self._drafter = drafter
+        self._chooser = chooser
+        self._num_steps = num_denoising_steps
+        self._device = execution_device(drafter)
+        self._num_embeddings = drafter.get_input_embeddings().weight.shape[0]
+        self._max_positions = max_draft_positions(drafter.config.backbone_config)
+        self._is_past_the_end = False
+        self.close()
+
+    def close(self):
+        """Frees the cache. Idempotent; a session that is used again starts with an empty one."""
+        # Without a config: with one, sliding layers would drop keys that positions still reach under our masks.
+        self._cache = DynamicCache()
+        self._cached = torch.empty(0, dtype=torch.long, device="cpu")
+
+    @property
+    def num_cached(self) -> int:
+        """Context tokens in the cache."""
+        return self._cached.shape[0]
+
+    @torch.no_grad()
+    def draft(self, context: torch.LongTensor, num_tokens: int) -> Draft:
+        """
+        Drafts the tokens that follow a text.
+
+        Args:
+            context (`torch.LongTensor` of shape `(length,)`): The whole text so far, any device; at least one token.
+            num_tokens (`int`): Draft tokens wanted, at most `block_size`.
+
+        Returns:
+            [`Draft`] of `num_tokens` tokens, or an empty one where the text outgrows the drafter's positions.
+        """
+        if not self.has_room_for(context.shape[0] + self._drafter.config.block_size - 1):
+            return Draft(torch.empty(0, dtype=torch.long, device=self._device))
+        try:
+            return self._draft(context.cpu(), num_tokens)
+        except BaseException:
+            self.close()  # the pass may have stopped halfway through the layers
+            raise
+
+    def has_room_for(self, num_positions: int) -> bool:
+        """Whether the drafter's positions reach so far; the first time that they do not, one warning says so."""
+        if self._max_positions is None or num_positions <= self._max_positions:
+            return True
+        if not self._is_past_the_end:
+            self._is_past_the_end = True
+            logger.warning(
+                f"The text outgrows the drafter's positions, which end at {self._max_positions}: the rest of this "
+                f"generation runs without drafts."
+            )
+        return False
+
+    def _draft(self, context: torch.LongTensor, num_tokens: int) -> Draft:
+        block_size, num_context = self._drafter.config.block_size, context.shape[0]
+        new_tokens = self._rewind_to(context).to(self._device)
+        while new_tokens.shape[0] > MAX_CONTEXT_PER_PASS:
+            self._prefill(new_tokens[:MAX_CONTEXT_PER_PASS])
+            new_tokens = new_tokens[MAX_CONTEXT_PER_PASS:]
+
+        # The anchor's own output gives the first draft token, the mask slots the others. A shorter draft runs all
+        # slots all the same, as in training, and is cut.
+        num_slots = block_size - 1
+        first_row = new_tokens.shape[0] - 1
+        fixed = [new_tokens]
+        drafts = []
+        num_drafted = 0
+        for steps_left in range(self._num_steps, 0, -1):
+            take = -(-(num_tokens - num_drafted) // steps_left)
+            logits = self._pass(fixed, num_context, num_slots, num_drafted, first_row, take)
+            drafts.append(Draft(*self._chooser.choose(logits)))
+            num_drafted += take
+            if num_drafted == num_tokens:
+                break
+            # The next step shows what was drafted: left to right, so that each law is true given the tokens before.
+            fixed = [torch.empty_like(new_tokens[:0]), *(draft.tokens for draft in drafts)]
+            first_row = num_drafted - 1
+        laws = [draft.law for draft in drafts]
+        return Draft(torch.cat([draft.tokens for draft in drafts]), None if laws[0] is None else torch.cat(laws))
+
+    def _pass(self, fixed, num_context, num_slots, num_visible, first_row, num_rows):
+        """One packed pass over `fixed` = [context, visible tokens, ...] and mask slots; logits of `num_rows` rows."""
+        context_length = fixed[0].shape[0]
+        device = fixed[0].device
+        layout = lay_out(
+            context_length,
+            torch.tensor([[num_context - 1]], device=device) if num_slots else None,
+            (num_slots,) if num_slots else (),
+            num_visible=torch.tensor([[num_visible]], device=device),
+            num_cached=num_context - context_length,
+            bidirectional=self._drafter.config.block_attention == "bidirectional",
+            device=device,
+        )
+        masks = fixed[0].new_zeros(num_slots - num_visible)
+        outputs = self._drafter.packed_forward(
+            self._embeddable(torch.cat([*fixed, masks]))[None],
+            layout,
+            cache=self._cache,
+            logits_to_keep=torch.arange(first_row, first_row + num_rows, device=device),
+        )
+        self._cache.crop(-num_slots)
+        return outputs.logits[0]
+
+    def _prefill(self, tokens: torch.LongTensor):
+        layout = lay_out(tokens.shape[0], num_cached=self._cache.get_seq_length(), device=tokens.device)
+        self._drafter.packed_forward(self._embeddable(tokens)[None], layout, cache=self._cache, logits_to_keep=1)
+
+    def _embeddable(self, tokens: torch.LongTensor) -> torch.LongTensor:
+        """`tokens` with those that the drafter has no embedding for replaced by its last one: a guess is as good."""
+        return tokens.clamp(max=self._num_embeddings - 1)
+
+    def _rewind_to(self, context: torch.LongTensor, most: int | None = None) -> torch.LongTensor:
+        """
+        Crops the cache to what it shares with `context`, `most` tokens at most (by default all but the last), and
+        returns the tokens to feed.
+        """
+        num_known = min(self.num_cached, context.shape[0] - 1 if most is None else most)
+        differs = (self._cached[:num_known] != context[:num_known]).nonzero()
+        num_shared = int(differs[0]) if differs.numel() else num_known
+        self._cache.crop(num_shared - self.num_cached)
+        self._cached = context
+        return context[num_shared:]
+
+
+__all__ = ["MAX_CONTEXT_PER_PASS", "Draft", "DraftingSession"]

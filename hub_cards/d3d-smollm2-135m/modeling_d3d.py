@@ -1,0 +1,471 @@
+"""The drafter: a decoder-only language model turned into a blockwise denoiser."""
+
+import copy
+import logging
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .adapters import (
+    attach_adapter,
+    check_base,
+    hub_arguments,
+    load_base,
+    save_adapter,
+    share_parameters,
+    state_with_layers,
+)
+from .backbones import (
+    cache_argument,
+    check_packable,
+    config_with_layers,
+    refuse_unpackable,
+    resolve_kept_layers,
+)
+from .candidate_generator import D3DCandidateGenerator, generate_as_assistant, make_candidate_generator
+from .configuration_d3d import D3DConfig
+from .fallbacks import cache_of, check_call, reason_not_to_draft
+from .generation_hook import install_generation_hook, is_generation_hook_installed
+from .packing import PackedLayout, attention_masks
+
+
+logger = logging.getLogger(__name__)
+
+
+class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
+    r"""
+    A D3D drafter over any decoder-only backbone whose attention can be packed.
+
+    Its parameters bear the backbone's own names (`model.*`, `lm_head.*`), so that a checkpoint is one of the
+    backbone's architecture with one vector more, the mask embedding. `forward` is the backbone's own causal language
+    model; drafting and training go through `packed_forward`.
+
+    ```python
+    drafter = D3DDrafterForCausalLM.from_pretrained("org/d3d-qwen3-8b", dtype="auto")
+    output = target.generate(**inputs, assistant_model=drafter, max_new_tokens=256)
+    drafter.last_generation_stats.tokens_per_round
+    ```
+    """
+
+    config_class = D3DConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _supports_attention_backend = True
+    _supports_flash_attn = False  # packed masks are 4D
+    last_generation_stats = None
+
+    def __init__(self, config: D3DConfig):
+        refuse_unpackable(config.backbone_config)
+        backbone_class = AutoModelForCausalLM._model_mapping[type(config.backbone_config)]
+        self._supports_sdpa = backbone_class._supports_sdpa
+        self._supports_flex_attn = backbone_class._supports_flex_attn
+        super().__init__(config)
+        backbone = AutoModelForCausalLM.from_config(config.backbone_config)
+        # The backbone lends its modules and its forward: both objects hold the same dictionaries of modules, so that
+        # names carry no prefix and a module that is replaced here (by PEFT, by quantisation) is replaced there.
+        for store in ("_modules", "_parameters", "_buffers"):
+            getattr(self, store).update(getattr(backbone, store))
+            object.__setattr__(backbone, store, getattr(self, store))
+        object.__setattr__(self, "_backbone", backbone)
+        self.base_model_prefix = backbone.base_model_prefix
+        self._tied_weights_keys = backbone._tied_weights_keys
+        self._no_split_modules = backbone._no_split_modules
+        self._told = set()
+        self._cache_argument = cache_argument(backbone)
+        self._takes_logits_to_keep = backbone._supports_logits_to_keep()
+        self.mask_embedding = None
+        if config.mask_token_id is None:
+            self.mask_embedding = nn.Embedding(1, self.get_input_embeddings().embedding_dim)
+        # Derived from a model's config, it would lose the drafting options when it is loaded again.
+        self.generation_config._from_model_config = False
+        # The stock protocol would adapt a schedule and a confidence threshold, which a block drafter has no use for.
+        self.generation_config.num_assistant_tokens_schedule = "constant"
+        self.generation_config.assistant_confidence_threshold = 0.0
+        self.post_init()
+
+    def _init_weights(self, module):
+        self._backbone._init_weights(module)
+
+    @classmethod
+    def from_backbone(
+        cls,
+        model: PreTrainedModel | str,
+        block_size: int = 8,
+        kept_layers: int | list[int] | None = None,
+        mask_token_id: int | None = None,
+        block_attention: str = "bidirectional",
+        vocab_size: int | None = None,
+        target_name_or_path: str | None = None,
+        **kwargs,
+    ) -> "D3DDrafterForCausalLM":
+        r"""
+        Makes an untrained drafter out of a causal language model. Untrained, it drafts its first token as the model
+        would and the masked ones badly.
+
+        Args:
+            model (`PreTrainedModel` or `str`):
+                The model to copy, or its name or path. A model that is passed in is not changed and shares nothing.
+            block_size (`int`, *optional*, defaults to 8): Draft tokens that one block yields.
+            kept_layers (`int` or `list[int]`, *optional*):
+                Layers to keep: a number spreads them evenly, first and last included; a list names them. Default: all.
+            mask_token_id (`int`, *optional*): Existing token whose embedding stands in mask slots. Default: a new one.
+            block_attention (`"bidirectional"` or `"causal"`): What the mask slots of a branch see of each other.
+            vocab_size (`int`, *optional*): The target's vocabulary size, if it differs from the model's.
+            target_name_or_path (`str`, *optional*): The model to draft for. Default: the model that is copied.
+            kwargs: Passed to `AutoModelForCausalLM.from_pretrained` if `model` is a name. `dtype` defaults to "auto".
+
+        Returns:
+            [`D3DDrafterForCausalLM`] in eval mode, in the model's dtype and on its device.
+
+        Raises:
+            ValueError: The model cannot be packed, or an argument is out of range.
+        """
+        if isinstance(model, str):
+            model = AutoModelForCausalLM.from_pretrained(model, **{"dtype": "auto", **kwargs})
+        elif kwargs:
+            raise ValueError(f"{sorted(kwargs)} can be given only with a model's name, not with a loaded model.")
+        if hasattr(model, "peft_config"):
+            raise ValueError(
+                f"{type(model).__name__} carries adapters: fold them in first, with model.merge_and_unload()."
+            )
+        if isinstance(model, D3DDrafterForCausalLM):
+            raise ValueError("The model is a D3D drafter already: load or copy it instead.")
+        if getattr(model, "is_quantized", False) or any(p.device.type == "meta" for p in model.parameters()):
+            raise ValueError(
+                f"{type(model).__name__} is quantised or keeps weights elsewhere, so that they cannot be copied: load "
+                f"it in full, e.g. from_backbone({model.config.name_or_path!r})."
+            )
+        source_config = model.config
+        check_packable(source_config)
+        kept = resolve_kept_layers(kept_layers, source_config.num_hidden_layers)
+        backbone_config = copy.deepcopy(source_config) if kept is None else config_with_layers(source_config, kept)
+        config = D3DConfig(
+            backbone_config,
+            block_size=block_size,
+            mask_token_id=mask_token_id,
+            block_attention=block_attention,
+            vocab_size=vocab_size,
+            target_name_or_path=target_name_or_path or source_config.name_or_path or None,
+            kept_layers=kept,
+        )
+        drafter = cls._copy_of(model, config)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(drafter.generation_config, name, getattr(model.generation_config, name, None))
+        if drafter.mask_embedding is not None:
+            with torch.no_grad():
+                drafter.mask_embedding.weight.copy_(drafter.get_input_embeddings().weight.float().mean(dim=0))
+        return drafter.eval()
+
+    @classmethod
+    def _copy_of(cls, model: PreTrainedModel, config: D3DConfig) -> "D3DDrafterForCausalLM":
+        """A drafter with the weights of a model's kept layers; its mask embedding is left to the caller."""
+        attn_implementation = _packable_attention(model)
+        drafter = cls._from_config(config, dtype=model.dtype, attn_implementation=attn_implementation).to(model.device)
+        missing, unexpected = drafter._backbone.load_state_dict(
+            state_with_layers(model, config.kept_layers), strict=False
+        )
+        if unexpected or set(missing) - {"mask_embedding.weight"}:
+            raise ValueError(
+                f"The layers {config.kept_layers} of {type(model).__name__} do not make a model of its own "
+                f"architecture (missing {missing}, unexpected {unexpected}): choose other kept_layers."
+            )
+        return drafter
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path, *args, merge_adapter: bool = True, **kwargs
+    ) -> "D3DDrafterForCausalLM":
+        r"""
+        `PreTrainedModel.from_pretrained`, for drafters that are stored as an adapter too.
+
+        Args:
+            pretrained_model_name_or_path (`str` or `os.PathLike`): Folder or Hub name.
+            merge_adapter (`bool`, *optional*, defaults to `True`):
+                Whether an adapter is merged into the weights of its base, or kept beside them.
+            kwargs: As in `PreTrainedModel.from_pretrained`; the base of an adapter is loaded with them.
+
+        Raises:
+            ValueError: The adapter belongs to a model of another shape than its base.
+        """
+        name, config = pretrained_model_name_or_path, kwargs.get("config")
+        where = hub_arguments(kwargs)
+        subfolder = kwargs.get("subfolder", "")
+        if config is None:
+            config = cls.config_class.from_pretrained(name, subfolder=subfolder, **where)
+        if config.adapter_base is None:
+            return super().from_pretrained(name, *args, **kwargs)
+        for argument in ("config", "subfolder", *where):
+            kwargs.pop(argument, None)
+        base = load_base(config, **kwargs)
+        check_base(config, base)
+        wrapped = attach_adapter(cls._copy_of(base, config), str(name), subfolder=subfolder, **where)
+        if not merge_adapter:
+            return wrapped.get_base_model().eval()
+        drafter = wrapped.merge_and_unload()
+        drafter.config.adapter_base = None
+        if hasattr(drafter, "peft_config"):
+            del drafter.peft_config
+        return drafter.eval()
+
+    @classmethod
+    def from_target(cls, target: PreTrainedModel, adapter: str, **kwargs) -> "D3DDrafterForCausalLM":
+        r"""
+        A drafter that is an adapter on the live target: it shares the memory of the target's parameters and adds the
+        adapter's alone. The target itself is not changed. Move or cast the target before, not afterwards: the memory
+        is shared as it is.
+
+        Args:
+            target (`PreTrainedModel`): The loaded base of the adapter.
+            adapter (`str` or `os.PathLike`): Folder or Hub name of an adapter drafter.
+            kwargs: `revision`, `cache_dir`, `token`, `local_files_only`, `force_download`, `subfolder`.
+
+        Raises:
+            ValueError: What is at `adapter` is no adapter drafter, or of a model of another shape.
+        """
+        subfolder, where = kwargs.get("subfolder", ""), hub_arguments(kwargs)
+        config = cls.config_class.from_pretrained(adapter, subfolder=subfolder, **where)
+        if config.adapter_base is None:
+            raise ValueError(f"{str(adapter)!r} holds a whole drafter: load it with from_pretrained.")
+        check_base(config, target)
+        with torch.device("meta"):
+            drafter = cls._from_config(config, dtype=target.dtype, attn_implementation=_packable_attention(target))
+        share_parameters(drafter, target, config.kept_layers)
+        if drafter.mask_embedding is not None:
+            drafter.mask_embedding.to_empty(device=target.device)
+        return attach_adapter(drafter, str(adapter), subfolder=subfolder, **where).get_base_model().eval()
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """`PreTrainedModel.save_pretrained`; a drafter that carries an adapter is stored as that adapter."""
+        if hasattr(self, "peft_config"):
+            save_adapter(self, save_directory)
+        else:
+            super().save_pretrained(save_directory, *args, **kwargs)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self._backbone.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module):
+        self._backbone.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self._backbone.get_output_embeddings()
+
+    def set_output_embeddings(self, value: nn.Module):
+        self._backbone.set_output_embeddings(value)
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        layout: PackedLayout | None = None,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        r"""
+        The backbone's ordinary causal language model, or a packed pass if a layout is given.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(batch, length)`): Token ids.
+            labels (`torch.LongTensor` of shape `(batch, length)`, *optional*): For the next-token loss, -100 ignored.
+            layout ([`PackedLayout`], *optional*):
+                Makes this `packed_forward(input_ids, layout, ...)`, for wrappers like DDP that know `forward` alone.
+            kwargs: Whatever else the backbone's forward takes, its KV cache included.
+        """
+        if layout is not None:
+            return self.packed_forward(input_ids, layout, logits_to_keep=logits_to_keep, **kwargs)
+        if self._takes_logits_to_keep:
+            kwargs["logits_to_keep"] = logits_to_keep
+        return self._backbone(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            use_cache=use_cache,
+            **kwargs,
+        )
+
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        return self._backbone.prepare_inputs_for_generation(*args, **kwargs)
+
+    def packed_forward(
+        self,
+        input_ids: torch.LongTensor,
+        layout: PackedLayout,
+        cache=None,
+        logits_to_keep: int | torch.Tensor | None = 0,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        r"""
+        One packed pass: context tokens and branches of slots, see packing.py.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(batch, tokens)`):
+                Token ids in the layout's order; those at mask slots are ignored.
+            layout ([`PackedLayout`]): Positions and visibility, on the device of `input_ids`.
+            cache (`Cache`, *optional*):
+                Holds `layout.num_cached` context tokens and is extended by every token of the pass, slots included.
+            logits_to_keep (`int`, `torch.LongTensor` or `torch.BoolTensor`, *optional*, defaults to 0):
+                Tokens to compute logits for: the last so many (0: all); those at the indices of a `(rows,)` tensor; or
+                those where a `(batch, tokens)` mask is true. `None` leaves the projection out.
+
+        Returns:
+            `CausalLMOutputWithPast` with `hidden_states`, a tuple of the last ones, `(batch, tokens, hidden)`, if
+            `logits_to_keep` is `None`; else with `logits` of shape `(batch, rows, embedding_rows)`, or `(rows,
+            embedding_rows)` where a mask chose them. As in any causal language model the output at position `p`
+            predicts the token at `p + 1`, for context, visible tokens and mask slots alike.
+        """
+        embeds = self.get_input_embeddings()(input_ids)
+        if not layout.is_plain_causal:
+            embeds = torch.where(layout.is_mask_slot[..., None], self._mask_vector(embeds), embeds)
+        if cache is not None:
+            kwargs[self._cache_argument] = cache
+        outputs = self._backbone.base_model(
+            inputs_embeds=embeds,
+            position_ids=layout.position_ids,
+            attention_mask=attention_masks(layout, self._backbone.config, embeds.dtype),
+            use_cache=cache is not None,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state  # (batch, tokens, hidden)
+        if logits_to_keep is None:
+            return CausalLMOutputWithPast(hidden_states=(hidden_states,))
+        if isinstance(logits_to_keep, int):
+            hidden_states = hidden_states[:, -logits_to_keep or None :]
+        elif logits_to_keep.dtype == torch.bool:
+            hidden_states = hidden_states[logits_to_keep]
+        else:
+            hidden_states = hidden_states[:, logits_to_keep]
+        return CausalLMOutputWithPast(logits=self.project(hidden_states))
+
+    def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """
+        The backbone's own way from last hidden states to logits, its scales and soft caps included.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(..., hidden)`): As the base model returns them.
+
+        Returns:
+            `torch.Tensor` of shape `(..., embedding_rows)`.
+        """
+        head = copy.copy(self._backbone)
+        object.__setattr__(head, "_modules", {**self._modules, self.base_model_prefix: _GivenHiddenStates()})
+        rows = hidden_states.reshape(1, -1, hidden_states.shape[-1])
+        return head(inputs_embeds=rows, use_cache=False).logits.unflatten(1, hidden_states.shape[:-1])[0]
+
+    def _mask_vector(self, embeds: torch.Tensor) -> torch.Tensor:
+        """The mask embedding, shape `(hidden,)`: it stands where scaled embeddings stand."""
+        if self.mask_embedding is None:
+            return self.get_input_embeddings()(torch.tensor(self.config.mask_token_id, device=embeds.device))
+        return self.mask_embedding(torch.tensor(0, device=embeds.device)).to(embeds.dtype)
+
+    def prepare_call(self, target: PreTrainedModel, input_ids, generation_config, model_kwargs: dict) -> bool:
+        """
+        Looks at a call of `target.generate` before it begins; the generation hook calls this.
+
+        Returns:
+            `bool`: Whether to draft for it. If not, it is to run plain, and one warning per reason has said why.
+
+        Raises:
+            ValueError: The call can never be drafted for.
+        """
+        check_call(self, target, model_kwargs)
+        reason = reason_not_to_draft(self, input_ids, generation_config, model_kwargs)
+        if reason is not None:
+            self._tell_once(f"Generating without drafts: {reason}.")
+            return False
+        cache = cache_of(model_kwargs)
+        if num_cached := cache.get_seq_length():
+            # Assisted decoding would feed the whole text again on top of what the cache holds.
+            self._tell_once(
+                "past_key_values holds part of the text already, but assisted decoding has to feed all of it again: "
+                "the text is right, its prefill dearer."
+            )
+            cache.crop(-num_cached)
+        return True
+
+    def _tell_once(self, message: str):
+        if message not in self._told:
+            self._told.add(message)
+            logger.warning(message)
+
+    def make_candidate_generator(
+        self, target, generation_config, model_kwargs, target_tokenizer=None, assistant_tokenizer=None
+    ) -> D3DCandidateGenerator:
+        """
+        The candidate generator for one call of `target.generate`; the generation hook calls this.
+
+        Raises:
+            ValueError: A drafting option is unusable, or the drafter has another tokenizer than the target.
+        """
+        if assistant_tokenizer is not None:
+            raise ValueError(
+                f"The drafter's vocabulary has {self.config.vocab_size} tokens and `assistant_tokenizer` was given, "
+                f"but a D3D drafter drafts in its target's own tokens: use a drafter trained for this target."
+            )
+        return make_candidate_generator(self, target, generation_config, model_kwargs, target_tokenizer)
+
+    def generate(self, *args, **kwargs):
+        """
+        `GenerationMixin.generate`, ordinary autoregressive generation, unless transformers calls the drafter as a
+        stock assistant, which happens where the generation hook is not in place.
+        """
+        config = kwargs.get("generation_config")
+        if not getattr(config, "is_assistant", False):
+            return super().generate(*args, **kwargs)
+        if is_generation_hook_installed():
+            _warn_of_bypassed_hook()
+        return generate_as_assistant(self, *args, **kwargs)
+
+
+def _packable_attention(model: PreTrainedModel) -> str:
+    """The model's attention implementation, or SDPA where that one takes no packed masks."""
+    implementation = model.config._attn_implementation
+    return "sdpa" if "flash" in implementation else implementation
+
+
+class _GivenHiddenStates(nn.Module):
+    """Stands in for the base model of a causal language model and returns the hidden states that it is given."""
+
+    class Output:
+        def __init__(self, last_hidden_state: torch.Tensor):
+            self.last_hidden_state = last_hidden_state
+
+        def __getitem__(self, index):
+            return (self.last_hidden_state,)[index]
+
+        def __getattr__(self, name):
+            return None  # caches, attentions, router logits: there are none
+
+    def forward(self, *args, inputs_embeds: torch.Tensor, **kwargs) -> Output:
+        return self.Output(inputs_embeds)
+
+
+_warned_of_bypassed_hook = False
+
+
+def _warn_of_bypassed_hook():
+    global _warned_of_bypassed_hook
+    if not _warned_of_bypassed_hook:
+        import transformers
+
+        _warned_of_bypassed_hook = True
+        logger.warning(
+            f"transformers {transformers.__version__} went past the D3D generation hook although it is installed; "
+            f"drafting goes on through the stock assistant protocol. Please report this with your call of generate."
+        )
+
+
+AutoConfig.register("d3d", D3DConfig, exist_ok=True)
+AutoModelForCausalLM.register(D3DConfig, D3DDrafterForCausalLM, exist_ok=True)
+D3DConfig.register_for_auto_class()
+D3DDrafterForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+install_generation_hook()
+
+__all__ = ["D3DDrafterForCausalLM"]
