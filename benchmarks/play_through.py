@@ -62,7 +62,8 @@ def main():
             results.append(row)
             print("  ".join(f"{name} {value}" for name, value in row.items() if name != "per_prompt"), flush=True)
     if args.output is not None:
-        report = {"results": results, "warm_up": "8 tokens by each method", **provenance(sys.argv)}
+        command = [Path(part).name if part.endswith((".jsonl", ".json")) else part for part in sys.argv]
+        report = {"results": results, "warm_up": "8 tokens by each method", **provenance(command)}
         args.output.write_text(json.dumps(report, indent=1))
 
 
