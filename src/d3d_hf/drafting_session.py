@@ -106,10 +106,7 @@ class DraftingSession:
 
     def _draft(self, context: torch.LongTensor, num_tokens: int) -> Draft:
         block_size, num_context = self._drafter.config.block_size, context.shape[0]
-        new_tokens = self._rewind_to(context).to(self._device)
-        while new_tokens.shape[0] > MAX_CONTEXT_PER_PASS:
-            self._prefill(new_tokens[:MAX_CONTEXT_PER_PASS])
-            new_tokens = new_tokens[MAX_CONTEXT_PER_PASS:]
+        new_tokens = self._prefill_all_but(MAX_CONTEXT_PER_PASS, self._rewind_to(context).to(self._device))
 
         # The anchor's own output gives the first draft token, the mask slots the others. A shorter draft runs all
         # slots all the same, as in training, and is cut.
@@ -154,9 +151,13 @@ class DraftingSession:
         self._cache.crop(-num_slots)
         return outputs.logits[0]
 
-    def _prefill(self, tokens: torch.LongTensor):
-        layout = lay_out(tokens.shape[0], num_cached=self._cache.get_seq_length(), device=tokens.device)
-        self._drafter.packed_forward(self._embeddable(tokens)[None], layout, cache=self._cache, logits_to_keep=1)
+    def _prefill_all_but(self, most: int, tokens: torch.LongTensor) -> torch.LongTensor:
+        """Feeds a long text piece by piece and returns what is left of it, at most `most` tokens."""
+        while tokens.shape[0] > most:
+            piece, tokens = tokens[:MAX_CONTEXT_PER_PASS], tokens[MAX_CONTEXT_PER_PASS:]
+            layout = lay_out(piece.shape[0], num_cached=self._cache.get_seq_length(), device=piece.device)
+            self._drafter.packed_forward(self._embeddable(piece)[None], layout, cache=self._cache, logits_to_keep=1)
+        return tokens
 
     def _embeddable(self, tokens: torch.LongTensor) -> torch.LongTensor:
         """`tokens` with those that the drafter has no embedding for replaced by its last one: a guess is as good."""

@@ -8,6 +8,7 @@ import torch
 
 from ..candidate_generator import D3DCandidateGenerator, _attended_tokens
 from ..drafting_session import Draft
+from ..fallbacks import execution_device
 from .packed_drafts import PackedSession, guesses_without
 from .worker import CpuThreadShare, ThreadWorker
 
@@ -51,7 +52,7 @@ class AsyncCandidateGenerator(D3DCandidateGenerator):
         return PackedSession(drafter, self._chooser)
 
     def _make_worker(self, drafter):
-        device = drafter.get_input_embeddings().weight.device
+        device = execution_device(drafter)
         num_threads = None
         if device.type == "cpu":
             num_threads = self._cpu_share.worker_share()

@@ -128,9 +128,7 @@ class PackedSession(DraftingSession):
         drafter, size = self._drafter, self._drafter.config.block_size
         draft = text[num_committed:].tolist()
         context = self._rewind_to(text, most=num_committed - 1).to(self._device)
-        while context.shape[0] - len(draft) > MAX_CONTEXT_PER_PASS:
-            self._prefill(context[:MAX_CONTEXT_PER_PASS])
-            context = context[MAX_CONTEXT_PER_PASS:]
+        context = self._prefill_all_but(MAX_CONTEXT_PER_PASS + len(draft), context)
 
         guesses = [[] for _ in range(len(draft) + 1)]
         if num_guesses and slot_guesses is not None:
