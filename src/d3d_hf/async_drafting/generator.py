@@ -1,5 +1,6 @@
 """The asynchronous candidate generator: the next block is ready when the verdict arrives."""
 
+import functools
 import logging
 import time
 import weakref
@@ -123,19 +124,18 @@ class AsyncCandidateGenerator(D3DCandidateGenerator):
         max_branches = None
         if options.draft_slot_budget is not None:
             max_branches = options.draft_slot_budget // self._block_size
-        session, arguments = (
-            self._session,
-            {
-                "text": text,
-                "num_committed": context.shape[0],
-                "round_id": self._round_id,
-                "num_guesses": options.num_bonus_guesses,
-                "slot_guesses": self._slot_guesses() if options.bonus_guess_source == "slots" else None,
-                "max_branches": max_branches,
-                "num_seen": list(self._num_seen),
-            },
+        # The job knows the session, not this generator, so that a generator that is dropped can end the worker.
+        job = functools.partial(
+            self._session.pack,
+            text,
+            num_committed=context.shape[0],
+            round_id=self._round_id,
+            num_guesses=options.num_bonus_guesses,
+            slot_guesses=self._slot_guesses() if options.bonus_guess_source == "slots" else None,
+            max_branches=max_branches,
+            num_seen=list(self._num_seen),
         )
-        self._pending = self._worker.submit(lambda: session.pack(**arguments))
+        self._pending = self._worker.submit(job)
 
     def _slot_guesses(self) -> list[list[int]]:
         """Guesses of the bonus from the laws of the draft under verification; none where it has no law."""
