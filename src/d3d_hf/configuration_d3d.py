@@ -33,6 +33,9 @@ class D3DConfig(PreTrainedConfig):
             adds nothing to the vocabulary.
         block_attention (`"bidirectional"` or `"causal"`, *optional*, defaults to `"bidirectional"`):
             Whether a mask slot sees every mask slot of its branch or only the earlier ones.
+        chained_head_size (`int`, *optional*):
+            Size of the recurrent state of a head that tells each mask slot which tokens were chosen before it; see
+            chained_head.py. `None` for no such head.
         vocab_size (`int`, *optional*):
             Width of the drafting vocabulary, which is the target's. The backbone may hold more embedding rows (they
             are never drafted) or fewer. Defaults to the backbone's.
@@ -55,6 +58,7 @@ class D3DConfig(PreTrainedConfig):
         block_size: int = 8,
         mask_token_id: int | None = None,
         block_attention: str = "bidirectional",
+        chained_head_size: int | None = None,
         vocab_size: int | None = None,
         target_name_or_path: str | None = None,
         kept_layers: list[int] | None = None,
@@ -69,6 +73,7 @@ class D3DConfig(PreTrainedConfig):
         self.block_size = block_size
         self.mask_token_id = mask_token_id
         self.block_attention = block_attention
+        self.chained_head_size = chained_head_size
         self.vocab_size = getattr(backbone_config, "vocab_size", None) if vocab_size is None else vocab_size
         self.target_name_or_path = target_name_or_path
         self.kept_layers = kept_layers
@@ -104,6 +109,9 @@ class D3DConfig(PreTrainedConfig):
                 f"mask_token_id is {mask!r}, but the backbone has {rows} embedding rows: give an id "
                 f"from 0 to {rows - 1}, or None for a mask embedding of its own."
             )
+        size = self.chained_head_size
+        if size is not None and not (_is_whole(size) and size >= 1):
+            raise ValueError(f"chained_head_size is {size!r}: give a whole number (256 is usual), or None for no head.")
         if not _is_whole(self.vocab_size) or self.vocab_size < 1:
             raise ValueError(f"vocab_size is {self.vocab_size!r}: give the target's vocabulary size.")
         kept = self.kept_layers

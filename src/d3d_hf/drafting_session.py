@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 # Context tokens of one pass: bounds the mask of a long prompt's prefill to this many rows.
 MAX_CONTEXT_PER_PASS = 1024
+# Tokens that a chained head chooses among at each slot.
+CHAIN_CANDIDATES = 128
 
 
 @dataclass
@@ -117,8 +119,8 @@ class DraftingSession:
         num_drafted = 0
         for steps_left in range(self._num_steps, 0, -1):
             take = -(-(num_tokens - num_drafted) // steps_left)
-            logits = self._pass(fixed, num_context, num_slots, num_drafted, first_row, take)
-            drafts.append(Draft(*self._chooser.choose(logits)))
+            outputs = self._pass(fixed, num_context, num_slots, num_drafted, first_row, take)
+            drafts.append(self.choose(outputs.hidden_states[0][0], outputs.logits[0], take))
             num_drafted += take
             if num_drafted == num_tokens:
                 break
@@ -129,7 +131,7 @@ class DraftingSession:
         return Draft(torch.cat([draft.tokens for draft in drafts]), None if laws[0] is None else torch.cat(laws))
 
     def _pass(self, fixed, num_context, num_slots, num_visible, first_row, num_rows):
-        """One packed pass over `fixed` = [context, visible tokens, ...] and mask slots; logits of `num_rows` rows."""
+        """One packed pass over `fixed` = [context, visible tokens, ...] and mask slots; outputs of `num_rows` rows."""
         context_length = fixed[0].shape[0]
         device = fixed[0].device
         layout = lay_out(
@@ -149,7 +151,41 @@ class DraftingSession:
             logits_to_keep=torch.arange(first_row, first_row + num_rows, device=device),
         )
         self._cache.crop(-num_slots)
-        return outputs.logits[0]
+        return outputs
+
+    @torch.no_grad()
+    def choose(
+        self, hidden_states: torch.Tensor, logits: torch.Tensor, num_tokens: int, bonus: int | None = None
+    ) -> Draft:
+        """
+        Chooses draft tokens from the outputs of consecutive places. With a chained head each mask slot's law is
+        corrected by the tokens before it, left to right.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(rows, hidden)`): Last hidden states.
+            logits (`torch.Tensor` of shape `(rows, embedding_rows)`): Of the same rows.
+            num_tokens (`int`): Rows to use.
+            bonus (`int`, *optional*):
+                The token that stands at the first row, if that is a mask slot; by default the first row saw its token.
+        """
+        head = self._drafter.chained_head
+        if head is None:
+            return Draft(*self._chooser.choose(logits[:num_tokens]))
+        tokens, laws, state = [], [], None
+        if bonus is None:
+            standing, law = self._chooser.choose(logits[:1])
+            tokens, laws = [standing], [law]
+        else:
+            standing = torch.tensor([bonus], device=logits.device)
+        embed = self._drafter.get_input_embeddings()
+        logits = logits[:, : self._drafter.config.vocab_size]
+        for row in range(len(tokens), num_tokens):
+            correction, state = head.step(hidden_states[row], embed(self._embeddable(standing))[0], state)
+            corrected = self._drafter.correct(logits[row], hidden_states[row], correction, CHAIN_CANDIDATES)
+            standing, law = self._chooser.choose_among(*corrected)
+            tokens.append(standing)
+            laws.append(law)
+        return Draft(torch.cat(tokens), None if laws[0] is None else torch.cat(laws))
 
     def _prefill_all_but(self, most: int, tokens: torch.LongTensor) -> torch.LongTensor:
         """Feeds a long text piece by piece and returns what is left of it, at most `most` tokens."""

@@ -24,6 +24,7 @@ from .backbones import (
     refuse_unpackable,
     resolve_kept_layers,
 )
+from .chained_head import ChainedHead
 from .candidate_generator import D3DCandidateGenerator, generate_as_assistant, make_candidate_generator
 from .configuration_d3d import D3DConfig
 from .fallbacks import cache_of, check_call, reason_not_to_draft
@@ -32,6 +33,9 @@ from .packing import PackedLayout, attention_masks
 
 
 logger = logging.getLogger(__name__)
+
+# What a drafter has beside its backbone.
+OWN_MODULES = ("mask_embedding.", "chained_head.")
 
 
 class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
@@ -73,11 +77,15 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
         self._tied_weights_keys = backbone._tied_weights_keys
         self._no_split_modules = backbone._no_split_modules
         self._told = set()
+        self._is_head_plain = None
         self._cache_argument = cache_argument(backbone)
         self._takes_logits_to_keep = backbone._supports_logits_to_keep()
         self.mask_embedding = None
         if config.mask_token_id is None:
             self.mask_embedding = nn.Embedding(1, self.get_input_embeddings().embedding_dim)
+        self.chained_head = None
+        if config.chained_head_size is not None:
+            self.chained_head = ChainedHead(config.hidden_size, config.chained_head_size)
         # Derived from a model's config, it would lose the drafting options when it is loaded again.
         self.generation_config._from_model_config = False
         # The stock protocol would adapt a schedule and a confidence threshold, which a block drafter has no use for.
@@ -86,7 +94,10 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module):
-        self._backbone._init_weights(module)
+        if self.chained_head is not None and any(module is part for part in self.chained_head.children()):
+            self.chained_head.init_weights_of(module)
+        else:
+            self._backbone._init_weights(module)
 
     @classmethod
     def from_backbone(
@@ -96,6 +107,7 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
         kept_layers: int | list[int] | None = None,
         mask_token_id: int | None = None,
         block_attention: str = "bidirectional",
+        chained_head_size: int | None = None,
         vocab_size: int | None = None,
         target_name_or_path: str | None = None,
         **kwargs,
@@ -112,6 +124,9 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
                 Layers to keep: a number spreads them evenly, first and last included; a list names them. Default: all.
             mask_token_id (`int`, *optional*): Existing token whose embedding stands in mask slots. Default: a new one.
             block_attention (`"bidirectional"` or `"causal"`): What the mask slots of a branch see of each other.
+            chained_head_size (`int`, *optional*):
+                Size of a head that tells each mask slot which tokens were chosen before it (256 is usual): longer
+                accepted drafts for little work. Default: no such head.
             vocab_size (`int`, *optional*): The target's vocabulary size, if it differs from the model's.
             target_name_or_path (`str`, *optional*): The model to draft for. Default: the model that is copied.
             kwargs: Passed to `AutoModelForCausalLM.from_pretrained` if `model` is a name. `dtype` defaults to "auto".
@@ -146,6 +161,7 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
             block_size=block_size,
             mask_token_id=mask_token_id,
             block_attention=block_attention,
+            chained_head_size=chained_head_size,
             vocab_size=vocab_size,
             target_name_or_path=target_name_or_path or source_config.name_or_path or None,
             kept_layers=kept,
@@ -166,10 +182,11 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
         missing, unexpected = drafter._backbone.load_state_dict(
             state_with_layers(model, config.kept_layers), strict=False
         )
-        if unexpected or set(missing) - {"mask_embedding.weight"}:
+        missing = {name for name in missing if not name.startswith(OWN_MODULES)}
+        if unexpected or missing:
             raise ValueError(
                 f"The layers {config.kept_layers} of {type(model).__name__} do not make a model of its own "
-                f"architecture (missing {missing}, unexpected {unexpected}): choose other kept_layers."
+                f"architecture (missing {sorted(missing)}, unexpected {unexpected}): choose other kept_layers."
             )
         return drafter
 
@@ -232,8 +249,9 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
         with torch.device("meta"):
             drafter = cls._from_config(config, dtype=target.dtype, attn_implementation=_packable_attention(target))
         share_parameters(drafter, target, config.kept_layers)
-        if drafter.mask_embedding is not None:
-            drafter.mask_embedding.to_empty(device=target.device)
+        for module in (drafter.mask_embedding, drafter.chained_head):
+            if module is not None:
+                module.to_empty(device=target.device)
         return attach_adapter(drafter, str(adapter), subfolder=subfolder, **where).get_base_model().eval()
 
     def save_pretrained(self, save_directory, *args, **kwargs):
@@ -300,6 +318,7 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
         layout: PackedLayout,
         cache=None,
         logits_to_keep: int | torch.Tensor | None = 0,
+        slot_tokens: torch.LongTensor | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
         r"""
@@ -314,11 +333,14 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
             logits_to_keep (`int`, `torch.LongTensor` or `torch.BoolTensor`, *optional*, defaults to 0):
                 Tokens to compute logits for: the last so many (0: all); those at the indices of a `(rows,)` tensor; or
                 those where a `(batch, tokens)` mask is true. `None` leaves the projection out.
+            slot_tokens (`torch.LongTensor` of shape `(batch, tokens)`, *optional*):
+                For a drafter with a chained head: the tokens that stand at the mask slots, by which each is corrected;
+                -1 where nothing is. By default nothing is corrected: drafting does so token by token.
 
         Returns:
-            `CausalLMOutputWithPast` with `hidden_states`, a tuple of the last ones, `(batch, tokens, hidden)`, if
-            `logits_to_keep` is `None`; else with `logits` of shape `(batch, rows, embedding_rows)`, or `(rows,
-            embedding_rows)` where a mask chose them. As in any causal language model the output at position `p`
+            `CausalLMOutputWithPast` with `hidden_states`, a tuple of the last ones of the rows kept, and, unless
+            `logits_to_keep` is `None`, their `logits`: `(batch, rows, hidden)` and `(batch, rows, embedding_rows)`,
+            or without the batch dimension where a mask chose the rows. As in any causal language model the output at position `p`
             predicts the token at `p + 1`, for context, visible tokens and mask slots alike.
         """
         embeds = self.get_input_embeddings()(input_ids)
@@ -334,6 +356,10 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state  # (batch, tokens, hidden)
+        if slot_tokens is not None and self.chained_head is not None:
+            token_embeds = self.get_input_embeddings()(slot_tokens.clamp(min=0))
+            is_chained = layout.is_mask_slot & (slot_tokens >= 0)
+            hidden_states = self.chained_head(hidden_states, token_embeds, layout, is_chained)
         if logits_to_keep is None:
             return CausalLMOutputWithPast(hidden_states=(hidden_states,))
         if isinstance(logits_to_keep, int):
@@ -342,7 +368,7 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
             hidden_states = hidden_states[logits_to_keep]
         else:
             hidden_states = hidden_states[:, logits_to_keep]
-        return CausalLMOutputWithPast(logits=self.project(hidden_states))
+        return CausalLMOutputWithPast(logits=self.project(hidden_states), hidden_states=(hidden_states,))
 
     def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """
@@ -358,6 +384,37 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
         object.__setattr__(head, "_modules", {**self._modules, self.base_model_prefix: _GivenHiddenStates()})
         rows = hidden_states.reshape(1, -1, hidden_states.shape[-1])
         return head(inputs_embeds=rows, use_cache=False).logits.unflatten(1, hidden_states.shape[:-1])[0]
+
+    def correct(
+        self, logits: torch.Tensor, hidden_state: torch.Tensor, correction: torch.Tensor, num_candidates: int | None
+    ) -> tuple[torch.LongTensor, torch.Tensor]:
+        """
+        Logits of one row whose hidden state is corrected, for the tokens that were likeliest before: where the head is
+        a plain matrix, only their rows of it are read.
+
+        Args:
+            logits (`torch.Tensor` of shape `(embedding_rows or less,)`): Before the correction.
+            hidden_state, correction (`torch.Tensor` of shape `(hidden,)`): Last hidden state, and what to add to it.
+            num_candidates (`int`, *optional*): How many tokens; `None` for the whole vocabulary.
+
+        Returns:
+            Token ids of shape `(candidates,)` and their logits.
+        """
+        if num_candidates is not None and num_candidates < logits.shape[0] and self._has_plain_head():
+            tokens = logits.topk(num_candidates).indices
+            return tokens, logits[tokens] + self.get_output_embeddings().weight[tokens] @ correction
+        tokens = torch.arange(logits.shape[0], device=logits.device)
+        return tokens, self.project((hidden_state + correction)[None])[0, : logits.shape[0]]
+
+    def _has_plain_head(self) -> bool:
+        """Whether logits are linear in the hidden state with the head's matrix: no scale, no soft cap, not packed."""
+        head = self.get_output_embeddings()
+        if type(head) is not nn.Linear or not head.weight.is_floating_point():
+            return False
+        if self._is_head_plain is None:
+            probe = torch.linspace(-1, 1, head.in_features, device=head.weight.device, dtype=head.weight.dtype)[None]
+            self._is_head_plain = torch.equal(self.project(probe), head(probe))
+        return self._is_head_plain
 
     def _mask_vector(self, embeds: torch.Tensor) -> torch.Tensor:
         """The mask embedding, shape `(hidden,)`: it stands where scaled embeddings stand."""

@@ -64,6 +64,30 @@ class TokenChooser:
             Tokens of shape `(rows,)`, and the float32 logits `(rows, vocab_size)` they were drawn from or `None`.
         """
         logits = fit_vocabulary(logits, self._vocab_size, self._never_drafted)
+        return self._choose(logits)
+
+    def choose_among(
+        self, candidates: torch.LongTensor, logits: torch.Tensor
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """
+        One token of a few, the others being left out of its law.
+
+        Args:
+            candidates (`torch.LongTensor` of shape `(candidates,)`): Ids of the vocabulary, without repetition.
+            logits (`torch.Tensor` of shape `(candidates,)`): The drafter's for them.
+
+        Returns:
+            As [`TokenChooser.choose`] for one row.
+        """
+        logits = logits.float()
+        for token in self._never_drafted:
+            logits = logits.masked_fill(candidates == token, float("-inf"))
+        if self._warpers is None:
+            return candidates[logits.argmax()][None], None
+        row = logits.new_full((1, self._vocab_size), float("-inf"))
+        return self._choose(row.scatter(1, candidates[None], logits[None]))
+
+    def _choose(self, logits: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor | None]:
         if self._warpers is None:
             return logits.argmax(dim=-1), None
         law = drawable(warp(logits, self._warpers))

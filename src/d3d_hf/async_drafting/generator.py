@@ -98,7 +98,7 @@ class AsyncCandidateGenerator(D3DCandidateGenerator):
         self._branch_logits = self._session.logits_of(drafts, branch)
         if torch.isnan(self._branch_logits).any():
             raise FloatingPointError("the drafter's logits are NaN")
-        return Draft(*self._chooser.choose(self._branch_logits[:num_tokens]))
+        return self._session.draft_of(drafts, branch, new_tokens[-1], num_tokens, self._branch_logits)
 
     def _take(self, pending):
         last_verification_s = 0.0

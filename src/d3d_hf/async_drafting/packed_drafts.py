@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..drafting_session import MAX_CONTEXT_PER_PASS, DraftingSession
+from ..drafting_session import MAX_CONTEXT_PER_PASS, Draft, DraftingSession
 from ..packing import lay_out
 from ..verification import fit_vocabulary
 
@@ -168,10 +168,17 @@ class PackedSession(DraftingSession):
         never = () if config.mask_token_id is None else (config.mask_token_id,)
         return fit_vocabulary(logits, config.vocab_size, never)
 
+    @torch.no_grad()
     def logits_of(self, drafts: PackedDrafts, branch: int) -> torch.Tensor:
-        """The logits of one branch, shape `(block_size, embedding_rows)`; on the caller's thread."""
-        with torch.no_grad():
-            return self._drafter.project(drafts.hidden_states[branch])
+        """The logits of one branch's slots, shape `(block_size, embedding_rows)`; on the caller's thread."""
+        return self._drafter.project(drafts.hidden_states[branch])
+
+    def draft_of(
+        self, drafts: PackedDrafts, branch: int, bonus: int, num_tokens: int, logits: torch.Tensor
+    ) -> Draft:
+        """The draft of one branch, from its slots' logits and the bonus that turned up; on the caller's thread."""
+        seen = drafts.branches[branch].guess is not None
+        return self.choose(drafts.hidden_states[branch], logits, num_tokens, bonus=None if seen else bonus)
 
 
 __all__ = ["Branch", "PackedDrafts", "PackedSession", "guesses_without", "plan_branches"]

@@ -90,7 +90,13 @@ def draft_outcomes(
     is_anchor = torch.zeros(batch, length + 1, dtype=torch.bool, device=contexts.device)
     is_anchor.scatter_(1, torch.where(anchors < 0, length, anchors), True)
     keep = torch.cat([is_anchor[:, :length], torch.ones_like(slots.flatten(1), dtype=torch.bool)], dim=1)
-    logits = model(input_ids=ids, layout=layout, logits_to_keep=keep).logits  # (kept, embedding_rows)
+    # A chained head sees the true tokens: up to the first that differs, that is what it sees when it drafts.
+    slot_tokens = None
+    if config.chained_head_size:
+        standing = torch.cat([truth[..., :width] for width in branch_slots], dim=2)
+        slot_tokens = torch.cat([torch.full_like(contexts, -1), standing.flatten(1)], dim=1)
+    outputs = model(input_ids=ids, layout=layout, logits_to_keep=keep, slot_tokens=slot_tokens)
+    logits = outputs.logits  # (kept, embedding_rows)
     never = () if config.mask_token_id is None else (config.mask_token_id,)
     best = fit_vocabulary(logits, config.vocab_size, never).topk(min(MAX_GUESSES + 1, config.vocab_size)).indices
     table = torch.full((batch, ids.shape[1], best.shape[1]), -1, device=ids.device)

@@ -24,6 +24,9 @@ class D3DTrainingArguments(TrainingArguments):
         denoising_mask_ratio (`float`, *optional*, defaults to 1.0):
             Least share of a branch's slots that stays masked. 1.0 masks all of them (but the visible token above);
             below, each branch shows a random number of its first slots, for several denoising steps at inference.
+        chain_dropout (`float`, *optional*, defaults to 0.25):
+            Share of branches whose chained head stays out of it, if the drafter has one: so that the slots' own laws,
+            which the head chooses among, stay good.
         distillation_weight (`float`, *optional*, defaults to 0.0):
             Share of the loss on a teacher's logits, which needs `D3DTrainer(teacher_model=)`; the rest is on tokens.
         distillation_temperature (`float`, *optional*, defaults to 1.0):
@@ -41,6 +44,7 @@ class D3DTrainingArguments(TrainingArguments):
         default=0.5, metadata={"help": "Share of branches that show their first token."}
     )
     denoising_mask_ratio: float = field(default=1.0, metadata={"help": "Least share of a branch's slots left masked."})
+    chain_dropout: float = field(default=0.25, metadata={"help": "Share of branches without the chained head."})
     distillation_weight: float = field(default=0.0, metadata={"help": "Share of the loss on a teacher's logits."})
     distillation_temperature: float = field(default=1.0, metadata={"help": "Softens teacher and drafter."})
     eval_blocks_per_sequence: int = field(default=16, metadata={"help": "Positions an evaluation drafts from."})
@@ -50,7 +54,7 @@ class D3DTrainingArguments(TrainingArguments):
         for name in ("blocks_per_sequence", "eval_blocks_per_sequence"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give at least 1.")
-        for name in ("visible_token_share", "distillation_weight"):
+        for name in ("visible_token_share", "chain_dropout", "distillation_weight"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a share from 0 to 1.")
         for name in ("block_loss_decay", "denoising_mask_ratio"):

@@ -113,10 +113,19 @@ class DraftingDataset(Dataset):
         draw (`Callable(length, prompt_length, rng)`): Returns anchors and visible counts.
         seed (`int`): Of the draws.
         processing_class, vocab_size: As in `to_example`.
+        chain_dropout (`float`, *optional*, defaults to 0.0): Share of blocks that are not corrected by a chained head.
     """
 
-    def __init__(self, rows: Sequence[Mapping], draw, seed: int, processing_class=None, vocab_size: int | None = None):
-        self._rows, self._draw, self._seed = rows, draw, seed
+    def __init__(
+        self,
+        rows: Sequence[Mapping],
+        draw,
+        seed: int,
+        processing_class=None,
+        vocab_size: int | None = None,
+        chain_dropout: float = 0.0,
+    ):
+        self._rows, self._draw, self._seed, self._chain_dropout = rows, draw, seed, chain_dropout
         self._processing_class, self._vocab_size = processing_class, vocab_size
         self._epoch = torch.zeros((), dtype=torch.long).share_memory_()  # seen by loader workers that live on
         if len(rows):
@@ -132,7 +141,14 @@ class DraftingDataset(Dataset):
         ids, prompt_length = to_example(self._rows[index], self._processing_class, self._vocab_size)
         rng = np.random.default_rng([self._seed, int(self._epoch), index])
         anchors, num_visible = self._draw(len(ids), prompt_length, rng)
-        return {"input_ids": ids, "prompt_length": prompt_length, "anchors": anchors, "num_visible": num_visible}
+        is_chained = rng.random(len(anchors)) >= self._chain_dropout
+        return {
+            "input_ids": ids,
+            "prompt_length": prompt_length,
+            "anchors": anchors,
+            "num_visible": num_visible,
+            "is_chained": is_chained,
+        }
 
 
 class DraftingCollator:
@@ -145,7 +161,8 @@ class DraftingCollator:
 
     Returns:
         `dict` with `input_ids`, `labels` (-100: not supervised) and `loss_weights`, of shape
-        `(batch, length + blocks * block_size)`; `context_mask` of shape `(batch, length)`; `anchors` and `num_visible`
+        `(batch, length + blocks * block_size)`, as are `slot_tokens`, the tokens that stand at the mask slots of blocks
+        with a chained head (-1 elsewhere); `context_mask` of shape `(batch, length)`; `anchors` and `num_visible`
         of shape `(batch, blocks)`. A label is what the output at its own place must predict.
     """
 
@@ -157,7 +174,7 @@ class DraftingCollator:
         contexts = np.zeros((len(rows), width), dtype=np.int64)
         context_mask = np.zeros((len(rows), width), dtype=np.int64)
         context_labels = np.full((len(rows), width), -100, dtype=np.int64)
-        slots, slot_labels, slot_weights = [], [], []
+        slots, slot_labels, slot_weights, standing = [], [], [], []
         for i, row in enumerate(rows):
             ids, prompt_length = np.asarray(row["input_ids"], dtype=np.int64), row["prompt_length"]
             length = len(ids)
@@ -173,7 +190,10 @@ class DraftingCollator:
             depth = np.arange(self.block_size) - num_visible
             predicts = (anchors >= 0) & (depth >= 0) & (positions + 1 < length)
             shown = (anchors >= 0) & (depth < 0)
-            slots.append(np.where(shown, tokens[np.clip(positions, 0, length)], 0).reshape(-1))
+            there = tokens[np.clip(positions, 0, length)]
+            slots.append(np.where(shown, there, 0).reshape(-1))
+            is_corrected = predicts & row["is_chained"][:, None]
+            standing.append(np.where(is_corrected, there, -1).reshape(-1))
             slot_labels.append(np.where(predicts, tokens[np.clip(positions + 1, 0, length)], -100).reshape(-1))
             slot_weights.append(np.where(predicts, self.block_loss_decay ** np.maximum(depth, 0), 0.0).reshape(-1))
         labels = np.concatenate([context_labels, np.stack(slot_labels)], axis=1)
@@ -182,6 +202,7 @@ class DraftingCollator:
             "input_ids": np.concatenate([contexts, np.stack(slots)], axis=1),
             "labels": labels,
             "loss_weights": weights.astype(np.float32),
+            "slot_tokens": np.concatenate([np.full_like(contexts, -1), np.stack(standing)], axis=1),
             "context_mask": context_mask,
             "anchors": np.stack([row["anchors"] for row in rows]).astype(np.int64),
             "num_visible": np.stack([row["num_visible"] for row in rows]).astype(np.int64),

@@ -82,7 +82,7 @@ class D3DTrainer(Trainer):
         if peft_config is not None:
             # Trainer does so too, but only once it has the model. An adapter begins with random weights.
             set_seed(args.seed)
-            model = get_peft_model(model, _with_mask_embedding(model, peft_config))
+            model = get_peft_model(model, _with_own_modules(model, peft_config))
 
         draw_train = functools.partial(
             _draw_for_training,
@@ -98,7 +98,9 @@ class D3DTrainer(Trainer):
                 return rows
             if isinstance(rows, Mapping):
                 return {name: wrap(part, draw) for name, part in rows.items()}
-            return DraftingDataset(rows, draw, args.seed, processing_class, config.vocab_size)
+            return DraftingDataset(
+                rows, draw, args.seed, processing_class, config.vocab_size, chain_dropout=args.chain_dropout
+            )
 
         self._wrap_eval = functools.partial(wrap, draw=draw_eval)
         train_dataset = wrap(train_dataset, draw_train)
@@ -115,7 +117,7 @@ class D3DTrainer(Trainer):
             **kwargs,
         )
         self.add_callback(_SetEpoch())
-        self._signature_columns = ["input_ids", "prompt_length", "anchors", "num_visible"]
+        self._signature_columns = ["input_ids", "prompt_length", "anchors", "num_visible", "is_chained"]
         self._eval_collator = _EvaluationCollator()
         if self.teacher_model is not None:
             self.teacher_model.to(self.args.device)
@@ -140,7 +142,12 @@ class D3DTrainer(Trainer):
         is_context[:, :context_length] = True
         is_context = is_context[supervised]
 
-        outputs = model(input_ids=inputs["input_ids"], layout=self._layout(inputs), logits_to_keep=supervised)
+        outputs = model(
+            input_ids=inputs["input_ids"],
+            layout=self._layout(inputs),
+            logits_to_keep=supervised,
+            slot_tokens=inputs["slot_tokens"] if self.drafter_config.chained_head_size else None,
+        )
         teacher_logits = self._teacher_logits(inputs, supervised)
         losses = token_loss(
             outputs.logits, labels, teacher_logits, self.args.distillation_weight, self.args.distillation_temperature
@@ -239,11 +246,12 @@ def _loss_denominators(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.stack([weights[:, :context_length].sum(), weights[:, context_length:].sum()])
 
 
-def _with_mask_embedding(model: D3DDrafterForCausalLM, peft_config: PeftConfig) -> PeftConfig:
-    if model.mask_embedding is not None and hasattr(peft_config, "modules_to_save"):
+def _with_own_modules(model: D3DDrafterForCausalLM, peft_config: PeftConfig) -> PeftConfig:
+    """What a drafter has beside its backbone is trained in full."""
+    if hasattr(peft_config, "modules_to_save"):
         saved = list(peft_config.modules_to_save or [])
-        if "mask_embedding" not in saved:
-            peft_config.modules_to_save = [*saved, "mask_embedding"]
+        own = [name for name in ("mask_embedding", "chained_head") if getattr(model, name) is not None]
+        peft_config.modules_to_save = [*saved, *(name for name in own if name not in saved)] or None
     return peft_config
 
 
