@@ -111,7 +111,9 @@ class D3DConfig(PreTrainedConfig):
             )
         size = self.chained_head_size
         if size is not None and not (_is_whole(size) and size >= 1):
-            raise ValueError(f"chained_head_size is {size!r}: give a whole number (256 is usual), or None for no head.")
+            raise ValueError(
+                f"chained_head_size is {size!r}: give a whole number (256 is usual), or None for no head."
+            )
         if not _is_whole(self.vocab_size) or self.vocab_size < 1:
             raise ValueError(f"vocab_size is {self.vocab_size!r}: give the target's vocabulary size.")
         kept = self.kept_layers

@@ -24,8 +24,8 @@ from .backbones import (
     refuse_unpackable,
     resolve_kept_layers,
 )
-from .chained_head import ChainedHead
 from .candidate_generator import D3DCandidateGenerator, generate_as_assistant, make_candidate_generator
+from .chained_head import ChainedHead
 from .configuration_d3d import D3DConfig
 from .fallbacks import cache_of, check_call, reason_not_to_draft
 from .generation_hook import install_generation_hook, is_generation_hook_installed
@@ -340,8 +340,8 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
         Returns:
             `CausalLMOutputWithPast` with `hidden_states`, a tuple of the last ones of the rows kept, and, unless
             `logits_to_keep` is `None`, their `logits`: `(batch, rows, hidden)` and `(batch, rows, embedding_rows)`,
-            or without the batch dimension where a mask chose the rows. As in any causal language model the output at position `p`
-            predicts the token at `p + 1`, for context, visible tokens and mask slots alike.
+            or without the batch dimension where a mask chose the rows. As in any causal language model the output at
+            position `p` predicts the token at `p + 1`, for context, visible tokens and mask slots alike.
         """
         embeds = self.get_input_embeddings()(input_ids)
         if not layout.is_plain_causal:

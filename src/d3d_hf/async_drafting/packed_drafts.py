@@ -173,9 +173,7 @@ class PackedSession(DraftingSession):
         """The logits of one branch's slots, shape `(block_size, embedding_rows)`; on the caller's thread."""
         return self._drafter.project(drafts.hidden_states[branch])
 
-    def draft_of(
-        self, drafts: PackedDrafts, branch: int, bonus: int, num_tokens: int, logits: torch.Tensor
-    ) -> Draft:
+    def draft_of(self, drafts: PackedDrafts, branch: int, bonus: int, num_tokens: int, logits: torch.Tensor) -> Draft:
         """The draft of one branch, from its slots' logits and the bonus that turned up; on the caller's thread."""
         seen = drafts.branches[branch].guess is not None
         return self.choose(drafts.hidden_states[branch], logits, num_tokens, bonus=None if seen else bonus)

@@ -161,9 +161,9 @@ class DraftingCollator:
 
     Returns:
         `dict` with `input_ids`, `labels` (-100: not supervised) and `loss_weights`, of shape
-        `(batch, length + blocks * block_size)`, as are `slot_tokens`, the tokens that stand at the mask slots of blocks
-        with a chained head (-1 elsewhere); `context_mask` of shape `(batch, length)`; `anchors` and `num_visible`
-        of shape `(batch, blocks)`. A label is what the output at its own place must predict.
+        `(batch, length + blocks * block_size)`, as are `slot_tokens`, the tokens that stand at the mask slots of
+        blocks with a chained head (-1 elsewhere); `context_mask` of shape `(batch, length)`; `anchors` and
+        `num_visible` of shape `(batch, blocks)`. A label is what the output at its own place must predict.
     """
 
     def __init__(self, block_size: int, block_loss_decay: float):
