@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from .backbones import decoder_layers
+from .checkpoints import check_weight_files, find_file, refuse_other_tensors, tensor_names
 
 
 try:
@@ -23,13 +24,10 @@ except ImportError:  # code that came with a repository runs without it, as long
     PeftModel = None
 
 
+# What a drafter has beside its backbone, and no base brings.
+OWN_MODULES = ("mask_embedding.", "chained_head.")
 ADAPTER_FOLDER = "adapter"
-_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
-
-
-def hub_arguments(kwargs: dict) -> dict:
-    """Those of `from_pretrained`'s keyword arguments that say where and how to look on the Hub."""
-    return {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def state_with_layers(model: PreTrainedModel, kept: list[int] | None) -> dict[str, torch.Tensor]:
@@ -59,6 +57,9 @@ def load_base(config, **kwargs) -> PreTrainedModel:
         name = resolve(name)
     except ImportError:  # code that came with a repository, without the package
         pass
+    if kwargs.get("use_safetensors") is None:
+        kwargs["use_safetensors"] = True
+    check_weight_files(name, **kwargs)
     return AutoModelForCausalLM.from_pretrained(name, **kwargs)
 
 
@@ -99,12 +100,44 @@ def share_parameters(drafter: PreTrainedModel, base: PreTrainedModel, kept: list
         drafter.get_submodule(module_name)._buffers[leaf] = state.get(name, buffers.get(name))
 
 
-def attach_adapter(drafter: PreTrainedModel, name_or_path: str, **kwargs) -> "PeftModel":
-    """Wraps a drafter in the adapter of an adapter drafter's folder or repository."""
+def attach_adapter(drafter: PreTrainedModel, name_or_path: str, subfolder: str = "", **kwargs) -> "PeftModel":
+    """
+    Wraps a drafter in the adapter of an adapter drafter's folder or repository.
+
+    Args:
+        drafter (`PreTrainedModel`): Without adapters.
+        name_or_path (`str`): The folder or repository.
+        subfolder (`str`, *optional*): Where in it the drafter lies.
+        kwargs: Where and how to look on the Hub.
+
+    Raises:
+        OSError: The adapter is missing, damaged, or stored as a pickle file.
+        ValueError: Tensors are missing or too many.
+    """
     if PeftModel is None:
         raise ImportError(f"{name_or_path!r} holds an adapter, which needs the peft package: pip install peft")
-    subfolder = "/".join(part for part in (kwargs.pop("subfolder", ""), ADAPTER_FOLDER) if part)
-    return PeftModel.from_pretrained(drafter, name_or_path, subfolder=subfolder, **kwargs)
+    subfolder = "/".join(part for part in (subfolder, ADAPTER_FOLDER) if part)
+    path = find_file(name_or_path, _ADAPTER_WEIGHTS, subfolder, **kwargs)
+    if path is None:
+        raise OSError(
+            f"{name_or_path!r} has no {subfolder}/{_ADAPTER_WEIGHTS}: save the adapter again. Adapters in pickle "
+            f"files, which can run code when they are read, are not loaded."
+        )
+    found = tensor_names(path)
+    own = {f"base_model.model.{name}" for name, _ in drafter.named_parameters() if name.startswith(OWN_MODULES)}
+    refuse_other_tensors(name_or_path, own - found, set())
+    wrapped = PeftModel.from_pretrained(drafter, name_or_path, subfolder=subfolder, **kwargs)
+    wanted = _adapter_state(drafter).keys()
+    refuse_other_tensors(name_or_path, wanted - found, found - wanted)
+    return wrapped
+
+
+def _adapter_state(drafter: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The adapter that a drafter carries, by PEFT's names."""
+    return {
+        name if name.startswith("base_model.") else f"base_model.model.{name}": tensor.contiguous()
+        for name, tensor in get_peft_model_state_dict(drafter, save_embedding_layers=False).items()
+    }
 
 
 def save_adapter(drafter: PreTrainedModel, folder: str):
@@ -130,18 +163,14 @@ def save_adapter(drafter: PreTrainedModel, folder: str):
     (peft_config,) = drafter.peft_config.values()
     peft_config.base_model_name_or_path, peft_config.inference_mode = base_name, True
     peft_config.save_pretrained(path)
-    state = {
-        name if name.startswith("base_model.") else f"base_model.model.{name}": tensor.contiguous()
-        for name, tensor in get_peft_model_state_dict(drafter, save_embedding_layers=False).items()
-    }
-    save_file(state, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(_adapter_state(drafter), path / _ADAPTER_WEIGHTS, metadata={"format": "pt"})
 
 
 __all__ = [
     "ADAPTER_FOLDER",
+    "OWN_MODULES",
     "attach_adapter",
     "check_base",
-    "hub_arguments",
     "load_base",
     "save_adapter",
     "share_parameters",

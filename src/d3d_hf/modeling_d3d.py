@@ -5,13 +5,13 @@ import logging
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .adapters import (
+    OWN_MODULES,
     attach_adapter,
     check_base,
-    hub_arguments,
     load_base,
     save_adapter,
     share_parameters,
@@ -26,6 +26,7 @@ from .backbones import (
 )
 from .candidate_generator import D3DCandidateGenerator, generate_as_assistant, make_candidate_generator
 from .chained_head import ChainedHead
+from .checkpoints import hub_arguments, load_checked
 from .configuration_d3d import D3DConfig
 from .fallbacks import cache_of, check_call, reason_not_to_draft
 from .generation_hook import install_generation_hook, is_generation_hook_installed
@@ -33,9 +34,6 @@ from .packing import PackedLayout, attention_masks
 
 
 logger = logging.getLogger(__name__)
-
-# What a drafter has beside its backbone.
-OWN_MODULES = ("mask_embedding.", "chained_head.")
 
 
 class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
@@ -201,19 +199,29 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
             pretrained_model_name_or_path (`str` or `os.PathLike`): Folder or Hub name.
             merge_adapter (`bool`, *optional*, defaults to `True`):
                 Whether an adapter is merged into the weights of its base, or kept beside them.
-            kwargs: As in `PreTrainedModel.from_pretrained`; the base of an adapter is loaded with them.
+            kwargs:
+                As in `PreTrainedModel.from_pretrained`; the base of an adapter is loaded with them. Weights in pickle
+                files are loaded with `use_safetensors=False` alone.
 
         Raises:
-            ValueError: The adapter belongs to a model of another shape than its base.
+            OSError: There are no safetensors weights, or they are damaged.
+            ValueError:
+                Tensors are missing or too many, an index names a file elsewhere, or the adapter belongs to a model of
+                another shape than its base, or its base is to be quantised.
         """
         name, config = pretrained_model_name_or_path, kwargs.get("config")
         where = hub_arguments(kwargs)
         subfolder = kwargs.get("subfolder", "")
-        if config is None:
-            config = cls.config_class.from_pretrained(name, subfolder=subfolder, **where)
+        if not isinstance(config, PreTrainedConfig):
+            config = cls.config_class.from_pretrained(config or name, subfolder=subfolder, **where)
         if config.adapter_base is None:
-            return super().from_pretrained(name, *args, **kwargs)
-        for argument in ("config", "subfolder", *where):
+            return load_checked(super().from_pretrained, name, *args, **kwargs)
+        if kwargs.get("quantization_config") is not None:
+            raise ValueError(
+                f"{str(name)!r} is an adapter, which cannot be merged into a quantised base: load it without "
+                f"quantization_config, save it, and load what was saved with it."
+            )
+        for argument in ("config", "subfolder", "revision"):
             kwargs.pop(argument, None)
         base = load_base(config, **kwargs)
         check_base(config, base)
@@ -257,6 +265,8 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
     def save_pretrained(self, save_directory, *args, **kwargs):
         """`PreTrainedModel.save_pretrained`; a drafter that carries an adapter is stored as that adapter."""
         if hasattr(self, "peft_config"):
+            if kwargs.get("push_to_hub"):
+                raise ValueError("push_to_hub=True is not for adapters: call push_to_hub(repo_id) instead.")
             save_adapter(self, save_directory)
         else:
             super().save_pretrained(save_directory, *args, **kwargs)
