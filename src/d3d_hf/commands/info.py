@@ -65,6 +65,7 @@ def describe(name_or_path: str) -> dict:
         "mask": "own embedding" if config.mask_token_id is None else "token",
         "mask_token_id": config.mask_token_id,
         "block_attention": config.block_attention,
+        "chained_head_size": config.chained_head_size,
         "vocab_size": config.vocab_size,
         "target": config.target_name_or_path,
         "generation_options": _generation_options(folder),

@@ -12,7 +12,8 @@ from .arguments import UsageError, one_line
 
 
 _FINAL_FOLDER = "final"
-_OF_BACKBONES = ("block_size", "kept_layers", "block_attention", "mask_token_id")
+_OF_BACKBONES = ("block_size", "kept_layers", "block_attention", "mask_token_id", "chained_head_size")
+_CHAINED_HEAD_SIZE = 256
 _OF_LORA = ("lora_alpha", "lora_dropout", "lora_target_modules")
 
 
@@ -87,6 +88,10 @@ class _Options:
     )
     mask_token_id: int | None = field(
         default=None, metadata={"help": "With --backbone: an existing token for mask slots (an embedding of its own)."}
+    )
+    chained_head_size: int | None = field(
+        default=None,
+        metadata={"help": f"With --backbone: size of the chained head, 0 for none ({_CHAINED_HEAD_SIZE})."},
     )
     target: str | None = field(
         default=None, metadata={"help": "Target that the drafter drafts for (what the data or the drafter say)."}
@@ -299,6 +304,7 @@ def _load_drafter(options: _Options, training, metadata: dict | None):
     else:
         target = options.target or (metadata["target"] if metadata else options.backbone)
         given = {name: getattr(options, name) for name in _OF_BACKBONES if getattr(options, name) is not None}
+        given["chained_head_size"] = given.get("chained_head_size", _CHAINED_HEAD_SIZE) or None
         if len(given.get("kept_layers", ())) == 1:
             given["kept_layers"] = given["kept_layers"][0]
         if metadata is not None and metadata["vocab_size"] is not None:
