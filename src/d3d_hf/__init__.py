@@ -9,6 +9,7 @@ from .modeling_d3d import D3DDrafterForCausalLM
 __version__ = "0.1.0"
 
 _TRAINING = ("D3DTrainer", "D3DTrainingArguments")
+_COMPILED = ("compile_target", "compiled_target", "uncompile_target")
 
 __all__ = [
     "D3DConfig",
@@ -16,16 +17,23 @@ __all__ = [
     "D3DTrainer",
     "D3DTrainingArguments",
     "GenerationStats",
+    "compile_target",
+    "compiled_target",
     "install_generation_hook",
     "is_generation_hook_installed",
+    "uncompile_target",
     "uninstall_generation_hook",
 ]
 
 
 def __getattr__(name: str):
-    """Training is imported when it is asked for: it brings in accelerate, peft and transformers' Trainer."""
+    """Training and compiling are imported when they are asked for: they bring in accelerate, peft and torch.fx."""
     if name in _TRAINING:
         from . import training
 
         return getattr(training, name)
+    if name in _COMPILED:
+        from . import compiled
+
+        return getattr(compiled, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

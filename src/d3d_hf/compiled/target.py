@@ -1,0 +1,409 @@
+"""The target's forward over few tokens, compiled: what plain decoding and verification consist of.
+
+`compile_target` gives a model a subclass of its own class. Its `generate` makes a [`GrowingStaticCache`] where it
+would make a dynamic one; prefill runs eagerly over it, and every forward after that, of one token or of a draft, is
+padded to a bucket and run as a static pass: the model's own code around its layers (embedding, masks, RoPE, norm,
+head), and for each layer a call of one compiled graph. The first pass of a graph through each layer runs the layer's
+own forward too, and the graph is used only if both agree.
+"""
+
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+
+from ..backbones import cache_argument, decoder_layers
+from .layer_graph import LayerGraph, NotServedError, signature_of
+from .packed_weights import PackedWeights, can_pack, packed_linear, version_of
+from .static_cache import MIN_CAPACITY, GrowingStaticCache, capacity_for
+
+
+logger = logging.getLogger(__name__)
+
+DRAFT_LENGTHS = (8, 16)
+
+_STATE = "_compiled_target"
+_ATTENTION = ("sdpa", "eager")
+# Largest difference between a graph and the layer's own forward, of a token's hidden state, relative to its norm.
+_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+# Arguments of a forward that a static pass knows; the others must be absent.
+_KNOWN_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict")
+
+
+def compile_target(
+    model: PreTrainedModel, draft_lengths: Sequence[int] = DRAFT_LENGTHS, max_context: int | None = None
+) -> PreTrainedModel:
+    r"""
+    Makes `model.generate` run its forwards after the prefill compiled: plain, with any assistant, with a D3D drafter.
+    Batches, beams, prefill and calls that ask for attentions or hidden states run as before, and so does a model that
+    cannot be served (one line in the log says why). CPU only.
+
+    One decoder layer is compiled for each draft length and each capacity of the KV cache (powers of two from 256),
+    when it is first needed or ahead of time, and serves all layers. On CPUs with oneDNN the weights of linear maps are
+    kept a second time in the layout that its kernels read, which doubles their memory.
+
+    Changed weights, dtypes, devices, adapters and modules are noticed when the next generation begins. Hooks inside
+    decoder layers switch compiled forwards off. Copies and pickles of the model are plain models.
+
+    Args:
+        model (`PreTrainedModel`): A decoder-only model; its class becomes a subclass of itself.
+        draft_lengths (sequence of `int`, *optional*, defaults to `(8, 16)`):
+            Draft tokens of one verification, at most; a shorter draft is padded to the next length. A longer one runs
+            eagerly. Length 0, plain decoding, is always there.
+        max_context (`int`, *optional*):
+            Compile ahead for texts of up to this many tokens. Default: compile when it is needed, which delays a
+            generation by some seconds per graph.
+
+    Returns:
+        `PreTrainedModel`: `model` itself.
+
+    Raises:
+        ValueError: `model` is no causal language model of transformers, or an argument is out of range.
+    """
+    if hasattr(model, "get_base_model"):
+        raise ValueError(f"{type(model).__name__} wraps a model: compile the model inside, model.get_base_model().")
+    if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
+        raise ValueError(f"{type(model).__name__} is no model of transformers that generates: pass one.")
+    if hasattr(model, "make_candidate_generator"):
+        raise ValueError(f"{type(model).__name__} is a drafter: pass the target that it drafts for.")
+    lengths = sorted(set(draft_lengths))
+    if not lengths or not all(isinstance(length, int) and length > 0 for length in lengths):
+        raise ValueError(f"draft_lengths is {draft_lengths!r}: give numbers of draft tokens, each at least 1.")
+    if max_context is not None and (not isinstance(max_context, int) or max_context < 1):
+        raise ValueError(f"max_context is {max_context!r}: give a number of tokens, at least 1.")
+    uncompile_target(model)
+    state = CompiledTarget(model, buckets=(1, *(length + 1 for length in lengths)))
+    if state.reason is None:
+        model.__dict__[_STATE] = state
+        model.__class__ = _compiled_class(type(model))
+        if max_context is not None:
+            state.warm_up(model, max_context)
+    return model
+
+
+def uncompile_target(model: PreTrainedModel) -> PreTrainedModel:
+    """Undoes `compile_target` and frees what it compiled and packed; does nothing to other models. Returns `model`."""
+    if model.__dict__.pop(_STATE, None) is not None:
+        model.__class__ = type(model)._plain_class
+    return model
+
+
+@contextlib.contextmanager
+def compiled_target(model: PreTrainedModel, **kwargs):
+    """`compile_target(model, **kwargs)` for the duration of a `with` block."""
+    try:
+        yield compile_target(model, **kwargs)
+    finally:
+        uncompile_target(model)
+
+
+class _CompiledModel:
+    """Goes before a model's class in the class that `compile_target` gives it."""
+
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, mode, batch_size, max_cache_length, **kwargs
+    ):
+        state, key = self.__dict__[_STATE], cache_argument(self)
+        was_given = model_kwargs.get(key) is not None
+        result = super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, mode, batch_size, max_cache_length, **kwargs
+        )
+        state.refresh(self)
+        is_single = batch_size == 1 and generation_config.num_beams == generation_config.num_return_sequences == 1
+        is_ordinary = type(model_kwargs.get(key)) is DynamicCache and generation_config.cache_implementation is None
+        if state.reason is None and is_single and is_ordinary and not was_given and not generation_config.is_assistant:
+            model_kwargs[key] = GrowingStaticCache(state.num_layers, max_cache_length)
+        return result
+
+    def __reduce_ex__(self, protocol):
+        """A copy, or what comes out of a pickle, is a plain model."""
+        _, _, state, *_ = super().__reduce_ex__(protocol)
+        state = {name: value for name, value in state.items() if name != _STATE}
+        return _new, (type(self)._plain_class,), state
+
+
+def _new(plain_class: type):
+    return plain_class.__new__(plain_class)
+
+
+@functools.cache
+def _compiled_class(plain_class: type) -> type:
+    """The subclass, under the name of the class itself: it is written to configs and model cards."""
+
+    @functools.wraps(plain_class.forward)  # generate reads the signature
+    def forward(self, *args, **kwargs):
+        outputs = None if args else self.__dict__[_STATE].forward(self, kwargs)
+        return plain_class.forward(self, *args, **kwargs) if outputs is None else outputs
+
+    names = {name: getattr(plain_class, name) for name in ("__module__", "__qualname__", "__doc__")}
+    members = {**names, "forward": forward, "_plain_class": plain_class}
+    return type(plain_class.__name__, (_CompiledModel, plain_class), members)
+
+
+class CompiledTarget:
+    """
+    What is compiled and packed for one model. It refers to the model's modules, never to the model.
+
+    Args:
+        model (`PreTrainedModel`): The model.
+        buckets (`tuple[int, ...]`): Tokens of a static pass, ascending.
+
+    Attributes:
+        reason (`str`, *optional*): Why the model cannot be served, if it cannot.
+        num_static_passes (`int`): Forwards that ran compiled.
+    """
+
+    def __init__(self, model: PreTrainedModel, buckets: tuple[int, ...]):
+        self._buckets = buckets
+        self._cache_argument = cache_argument(model)
+        self._lock = threading.Lock()
+        self._told = None
+        self._signature = self._stand_in = None
+        self.num_layers = 0
+        self.num_static_passes = 0
+        self.reason = None
+        self.refresh(model)
+
+    @torch.no_grad()
+    def refresh(self, model: PreTrainedModel):
+        """Looks at the model as it is and drops what no longer fits it."""
+        with self._lock:
+            try:
+                signature = _signature_of(model)
+                if signature != self._signature:
+                    self._signature = signature
+                    self.reason = None
+                    self._build(model)
+                elif self._packed.drop_changed():
+                    self._forget_weights()
+                self._versions = self._sum_of_versions()
+            except NotServedError as error:
+                self._signature = self._stand_in = None
+                self._refuse(model, str(error))
+
+    def _build(self, model: PreTrainedModel):
+        layers = _layers_of(model)
+        groups = {signature: number for number, signature in enumerate(dict.fromkeys(map(signature_of, layers)))}
+        self._packed = PackedWeights()
+        self._graphs, self._graph_lock = {}, threading.Lock()
+        self._layers = [
+            _CompiledLayer(layer, index, groups[signature_of(layer)], self) for index, layer in enumerate(layers)
+        ]
+        self.num_layers = len(layers)
+        self._parameters = list(model.parameters())
+        self._stand_in = _with_layers(model, self._layers, self._packed)
+
+    def _forget_weights(self):
+        for layer in self._layers:
+            layer.forget_weights()
+
+    def _sum_of_versions(self) -> int:
+        return sum(map(version_of, self._parameters))
+
+    def _refuse(self, model: PreTrainedModel, reason: str):
+        self.reason = reason
+        if reason != self._told:
+            self._told = reason
+            logger.warning(f"{type(model).__name__} cannot be compiled and runs as before: {reason}.")
+
+    def forward(self, model: PreTrainedModel, kwargs: dict):
+        """The model's outputs, or `None` where its own forward must run."""
+        cache = kwargs.get(self._cache_argument)
+        if not isinstance(cache, GrowingStaticCache) or not self._serves(model, kwargs, cache):
+            return None
+        num_tokens = kwargs["input_ids"].shape[1]
+        bucket = next(bucket for bucket in self._buckets if bucket >= num_tokens)
+        if self._sum_of_versions() != self._versions:
+            self.refresh(model)
+            if self.reason is not None:
+                return None
+        num_kept = 0
+        cache.begin_static_pass(bucket)
+        try:
+            outputs = type(model)._plain_class.forward(self._stand_in, **_padded(kwargs, bucket))
+            num_kept = num_tokens
+        except NotServedError as error:
+            self._refuse(model, str(error))
+            return None
+        finally:
+            cache.end_static_pass(num_kept)
+        self.num_static_passes += 1
+        to_keep = kwargs.get("logits_to_keep") or num_tokens
+        outputs.logits = outputs.logits[:, max(0, num_tokens - to_keep) : num_tokens]
+        return outputs
+
+    def _serves(self, model: PreTrainedModel, kwargs: dict, cache: GrowingStaticCache) -> bool:
+        ids, mask, to_keep = kwargs.get("input_ids"), kwargs.get("attention_mask"), kwargs.get("logits_to_keep", 0)
+        asked = ("output_attentions", "output_hidden_states")
+        others = (value for name, value in kwargs.items() if name not in (*_KNOWN_ARGUMENTS, self._cache_argument))
+        return (
+            self.reason is None
+            and cache.get_seq_length() > 0
+            and ids is not None
+            and ids.shape[0] == 1
+            and ids.shape[1] <= self._buckets[-1]
+            and (mask is None or mask.dim() == 2)
+            and isinstance(to_keep, int)
+            and kwargs.get("use_cache") is not False
+            and kwargs.get("return_dict", model.config.return_dict) is not False
+            and not any(getattr(model.config, name, False) for name in asked)
+            and all(value is None or value is False for value in others)
+            and not model.training
+            and not torch.is_grad_enabled()
+            and not torch.is_autocast_enabled("cpu")
+        )
+
+    def graph_for(self, layer: nn.Module, group: int, args: tuple, kwargs: dict, index: int, key: tuple) -> LayerGraph:
+        """The graph for a layer and the shapes of a call, compiled if it is not there."""
+        graph = self._graphs.get((group, *key))
+        if graph is None:
+            with self._graph_lock:
+                graph = self._graphs.get((group, *key))
+                if graph is None:
+                    logger.info(f"Compiling a decoder layer for {key[0]} tokens over a KV cache of {key[1]}.")
+                    graph = self._graphs[(group, *key)] = LayerGraph(layer, args, kwargs, index)
+        return graph
+
+    @torch.no_grad()
+    def warm_up(self, model: PreTrainedModel, max_context: int):
+        """Runs every bucket at every capacity up to a context length."""
+        ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+        capacity, is_training = MIN_CAPACITY, model.training
+        model.eval()
+        try:
+            while self.reason is None and capacity <= capacity_for(max_context + self._buckets[-1]):
+                cache = GrowingStaticCache(self.num_layers)
+                keywords = {self._cache_argument: cache, "use_cache": True, "return_dict": True}
+                model(input_ids=ids, **keywords)
+                for layer in cache.layers:
+                    layer.reserve(capacity)
+                for bucket in self._buckets:
+                    model(input_ids=ids.expand(1, bucket), **keywords)
+                    cache.crop(-bucket)
+                capacity *= 2
+        finally:
+            model.train(is_training)
+
+
+class _CompiledLayer(nn.Module):
+    """Stands in for a decoder layer during static passes."""
+
+    def __init__(self, layer: nn.Module, index: int, group: int, state: CompiledTarget):
+        super().__init__()
+        self.layer = layer
+        self._index, self._group, self._state = index, group, state
+        self.forget_weights()
+
+    def forget_weights(self):
+        self._weights = {}
+
+    def forward(self, *args, **kwargs):
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        cache = next(value for value in (*kwargs.values(), *args) if isinstance(value, GrowingStaticCache))
+        key = (hidden_states.shape[1], cache.capacity)
+        known = self._weights.get(key)
+        if known is not None:
+            graph, weights = known
+            return graph(weights, args, kwargs, self._index)
+        return self._first_call(key, cache, args, kwargs)
+
+    def _first_call(self, key: tuple, cache: GrowingStaticCache, args: tuple, kwargs: dict):
+        """Compares the graph with the layer's own forward, whose result is returned."""
+        graph = self._state.graph_for(self.layer, self._group, args, kwargs, self._index, key)
+        weights = graph.weights_of(self.layer, self._state._packed)
+        compiled = graph(weights, args, kwargs, self._index)
+        expected = self.layer(*args, **kwargs)
+        if isinstance(expected, tuple):
+            compiled, gap_to = compiled[0], expected[0]
+        else:
+            gap_to = expected
+        gap = ((compiled - gap_to).float().norm(dim=-1) / gap_to.float().norm(dim=-1)).max()
+        if not gap <= _TOLERANCES[gap_to.dtype]:
+            raise NotServedError(f"layer {self._index} and its graph differ by {gap:.2g} of the hidden state")
+        self._weights[key] = (graph, weights)
+        return expected
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+
+class _PackedHead(nn.Module):
+    """The vocabulary projection over its packed weight."""
+
+    def __init__(self, head: nn.Linear, packed: PackedWeights):
+        super().__init__()
+        self._head, self._packed = (head,), packed  # not as a module: the weights are listed once
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        (head,) = self._head
+        return packed_linear(hidden_states, self._packed.of(head.weight), head.bias)
+
+
+def _signature_of(model: PreTrainedModel) -> tuple:
+    """What a model must have in common with itself before for its graphs to be kept."""
+    if model.config.is_encoder_decoder:
+        raise NotServedError("it is an encoder-decoder model")
+    if model.config._attn_implementation not in _ATTENTION:
+        raise NotServedError(f"its attention is {model.config._attn_implementation!r}, not one of {_ATTENTION}")
+    if getattr(model, "is_quantized", False):
+        raise NotServedError("its weights are quantised")
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        raise NotServedError(f"it is on {model.device}, and compiled forwards are for the CPU")
+    if model.dtype not in _TOLERANCES:
+        raise NotServedError(f"its dtype is {model.dtype}, not one of {tuple(_TOLERANCES)}")
+    layers = tuple(map(signature_of, _layers_of(model)))
+    identities = tuple(map(id, (*model.modules(), *tensors)))
+    return layers, identities, model.dtype, model.config._attn_implementation
+
+
+def _layers_of(model: PreTrainedModel) -> nn.ModuleList:
+    try:
+        return decoder_layers(model)
+    except (ValueError, AttributeError):
+        raise NotServedError("its decoder layers do not stand in one list, each on its own") from None
+
+
+def _with_layers(model: PreTrainedModel, layers: list[nn.Module], packed: PackedWeights) -> PreTrainedModel:
+    """A second object over the model's own modules, in which other modules stand in for the layers and the head."""
+    base, replaced = model.base_model, _layers_of(model)
+    name = next(name for name, child in base.named_children() if child is replaced)
+    new_base = _sharing(base, {name: nn.ModuleList(layers)})
+    changes = {name: new_base for name, child in model.named_children() if child is base}
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear and can_pack(head.weight) and not head._forward_hooks and not head._forward_pre_hooks:
+        changes |= {name: _PackedHead(head, packed) for name, child in model.named_children() if child is head}
+    return _sharing(model, changes)
+
+
+def _sharing(module: nn.Module, changes: dict[str, nn.Module]) -> nn.Module:
+    twin = object.__new__(getattr(type(module), "_plain_class", type(module)))
+    twin.__dict__.update(module.__dict__)
+    twin.__dict__.pop(_STATE, None)
+    twin.__dict__["_modules"] = {**module._modules, **changes}
+    return twin
+
+
+def _padded(kwargs: dict, bucket: int) -> dict:
+    """A call's arguments for `bucket` tokens: the last one repeated, at the positions that follow, all logits kept."""
+    ids, mask, positions = kwargs["input_ids"], kwargs.get("attention_mask"), kwargs.get("position_ids")
+    num_missing = bucket - ids.shape[1]
+    padded = {name: value for name, value in kwargs.items() if name != "logits_to_keep"}
+    padded["input_ids"] = torch.cat([ids, ids[:, -1:].expand(1, num_missing)], dim=1)
+    if mask is not None:
+        padded["attention_mask"] = torch.cat([mask, mask.new_ones(1, num_missing)], dim=1)
+    if positions is not None:
+        after = torch.arange(1, num_missing + 1, device=positions.device)
+        padded["position_ids"] = torch.cat([positions, positions[:, -1:] + after], dim=1)
+    return padded
+
+
+__all__ = ["DRAFT_LENGTHS", "CompiledTarget", "compile_target", "compiled_target", "uncompile_target"]
