@@ -85,7 +85,8 @@ def config_with_layers(config: PreTrainedConfig, indices: list[int]) -> PreTrain
     num_layers = config.num_hidden_layers
     reduced = copy.deepcopy(config)
     for name, value in vars(config).items():
-        if isinstance(value, (list, tuple)) and len(value) == num_layers and name != "mlp_only_layers":
+        is_of_layers = name != "mlp_only_layers" and not name.endswith("_token_id")  # several EOS ids may be as many
+        if isinstance(value, (list, tuple)) and len(value) == num_layers and is_of_layers:
             setattr(reduced, name, [value[i] for i in indices])
     if hasattr(config, "mlp_only_layers"):
         # Qwen-MoE names its dense layers by index, and every layer off the stride is dense too.
