@@ -12,6 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 import d3d_hf
 from d3d_hf import embedded
+from d3d_hf.drafting_options import DraftingOptions
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +20,12 @@ def _one_thread_and_seed():
     """Tests run side by side in processes of one thread each, from a known seed."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _synchronous_by_default(monkeypatch):
+    """Tests count rounds; in the automatic mode times would decide them. Its own tests ask for it."""
+    monkeypatch.setattr(DraftingOptions, "drafting_mode", "sync")
 
 
 @pytest.fixture(scope="session")

@@ -74,6 +74,7 @@ class D3DCandidateGenerator(CandidateGenerator):
         )
         self._is_past_rope_limit = False
         self.stats = GenerationStats()
+        self._has_failed = False
         self._verify_start = None
         self._num_known = None
 
@@ -104,11 +105,35 @@ class D3DCandidateGenerator(CandidateGenerator):
 
     def _draft(self, input_ids: torch.LongTensor, budget: int) -> Draft:
         """The draft after `input_ids`, of at most `budget` tokens, cut at EOS and before stop strings."""
-        num_tokens = min(self.options.num_assistant_tokens, budget)
+        nothing = Draft(input_ids.new_empty(0))
         context = _attended_tokens(input_ids, self._attention_mask)
-        if num_tokens < 1 or context.shape[0] == 0:
-            return Draft(input_ids.new_empty(0))
-        return self._cut(input_ids, self._session.draft(context, num_tokens))
+        if budget < 1 or context.shape[0] == 0 or self._has_failed:
+            return nothing
+        try:
+            draft = self._draft_from(context, min(self.options.num_assistant_tokens, budget))
+            draft = nothing if draft is None else self._cut(input_ids, draft)
+            self._prepare_next(context, draft, budget)
+        except Exception as error:
+            self._fail(error)
+            return nothing
+        return draft
+
+    def _draft_from(self, context: torch.LongTensor, num_tokens: int) -> Draft | None:
+        """The draft after a text without padding, or `None`."""
+        return self._session.draft(context, num_tokens)
+
+    def _prepare_next(self, context: torch.LongTensor, draft: Draft, budget: int):
+        """What can be done for the round after this one, before the verification."""
+
+    def _fail(self, error: Exception):
+        """Ends drafting, with one warning, or the generation; the output is right in any case."""
+        self.stats.num_errors += 1
+        self._has_failed = True
+        if self.options.on_draft_error == "raise":
+            raise RuntimeError(f"Drafting failed ({type(error).__name__}: {error}).") from error
+        logger.warning(
+            f"Drafting failed ({type(error).__name__}: {error}): the rest of this generation runs without drafts."
+        )
 
     def _cut(self, input_ids: torch.LongTensor, draft: Draft) -> Draft:
         eos_token_ids = self._eos_token_ids
@@ -225,7 +250,7 @@ def make_candidate_generator(
     if generation_config.stop_strings is not None:
         stop_criteria = StopStringCriteria(tokenizer=target_tokenizer, stop_strings=generation_config.stop_strings)
     options = DraftingOptions.resolve(generation_config, drafter.generation_config, drafter.config.block_size)
-    make = D3DCandidateGenerator if options.drafting_mode == "sync" else _asynchronous_generator()
+    make = D3DCandidateGenerator if options.drafting_mode == "sync" else _package_generator(options.drafting_mode)
     generator = make(
         drafter,
         generation_config,
@@ -238,14 +263,17 @@ def make_candidate_generator(
     return generator
 
 
-def _asynchronous_generator() -> type[D3DCandidateGenerator]:
-    """The generator of the asynchronous mode; it comes with the package, not with code loaded from a repository."""
+def _package_generator(drafting_mode: str) -> type[D3DCandidateGenerator]:
+    """The generator of a mode that comes with the package, not with code loaded from a repository."""
     try:
-        from d3d_hf.async_drafting import AsyncCandidateGenerator
+        from d3d_hf.async_drafting import AsyncCandidateGenerator, AutoCandidateGenerator
     except ImportError:
-        logger.warning("drafting_mode='async' needs the d3d_hf package: pip install d3d_hf. Drafting synchronously.")
+        if drafting_mode == "async":
+            logger.warning(
+                "drafting_mode='async' needs the d3d_hf package: pip install d3d_hf. Drafting synchronously."
+            )
         return D3DCandidateGenerator
-    return AsyncCandidateGenerator
+    return {"async": AsyncCandidateGenerator, "auto": AutoCandidateGenerator}[drafting_mode]
 
 
 def generate_as_assistant(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from transformers import GenerationConfig
 
 
-DRAFTING_MODES = ("sync", "async")
+DRAFTING_MODES = ("auto", "sync", "async")
 GUESS_SOURCES = ("autoregressive", "slots")
 ERROR_ACTIONS = ("warn", "raise")
 # transformers fills in this value when nobody sets num_assistant_tokens, so it reads as "not given".
@@ -22,20 +22,21 @@ class DraftingOptions:
     Attributes:
         num_assistant_tokens (`int`): Draft tokens per round, at most `block_size` (the default).
         num_denoising_steps (`int`, defaults to 1): Forwards that one synchronous draft is spread over, left to right.
-        drafting_mode (`str`, defaults to `"sync"`):
-            `"sync"` drafts after each verdict; `"async"` drafts for every verdict while the target is verifying.
+        drafting_mode (`str`, defaults to `"auto"`):
+            `"sync"` drafts after each verdict; `"async"` drafts for every verdict while the target is verifying;
+            `"auto"` measures and takes what is fastest, not drafting at all included.
         num_bonus_guesses (`int`, defaults to 3): Asynchronous: guesses of the bonus for each verdict.
         bonus_guess_source (`str`, defaults to `"autoregressive"`):
             Asynchronous: whether guesses come from a first small forward over the tokens under verification, or, for
             nothing but of less use, from the laws of their own slots (`"slots"`).
         draft_slot_budget (`int`, *optional*): Asynchronous: slots of one packed pass at most; no bound by default.
         on_draft_error (`str`, defaults to `"warn"`):
-            Asynchronous: whether a failure to draft ends drafting, with one warning, or the generation (`"raise"`).
+            Whether a failure to draft ends drafting, with one warning, or the generation (`"raise"`).
     """
 
     num_assistant_tokens: int
     num_denoising_steps: int = 1
-    drafting_mode: str = "sync"
+    drafting_mode: str = "auto"
     num_bonus_guesses: int = 3
     bonus_guess_source: str = "autoregressive"
     draft_slot_budget: int | None = None

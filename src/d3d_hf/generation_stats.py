@@ -17,7 +17,9 @@ class GenerationStats:
         num_accepted (`dict[int, int]`): Histogram: accepted draft tokens (bonus excluded) to number of rounds.
         draft_ms (`float`): Time in drafting calls, on the caller's thread.
         verify_ms (`float`): Time between a draft and its verdict: the target's forward and transformers' own loop.
-        mode (`str`): `"sync"` or `"async"`.
+        mode (`str`): `"auto"`, `"sync"` or `"async"`.
+        mode_choices (`list[dict]`):
+            Of `"auto"`: each change of the way of drafting, with the round from which it holds and the reason.
         num_hits (`dict[str, int]`):
             Asynchronous rounds by the branch that the verdict selected: `"masked"`, `"guessed"`, or `"none"`.
         wait_ms (`float`): Asynchronous: time that verdicts waited for their packed pass; part of `draft_ms`.
@@ -33,6 +35,7 @@ class GenerationStats:
     draft_ms: float = 0.0
     verify_ms: float = 0.0
     mode: str = "sync"
+    mode_choices: list[dict] = field(default_factory=list)
     num_hits: dict[str, int] = field(default_factory=dict)
     wait_ms: float = 0.0
     num_errors: int = 0

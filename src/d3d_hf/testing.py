@@ -181,7 +181,8 @@ class ScriptedDrafter(D3DDrafterForCausalLM):
         if logits_to_keep is None:
             return CausalLMOutputWithPast(hidden_states=(hidden_states,))
         rows = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        return CausalLMOutputWithPast(logits=self.project(hidden_states[:, rows]))
+        hidden_states = hidden_states[:, rows]
+        return CausalLMOutputWithPast(logits=self.project(hidden_states), hidden_states=(hidden_states,))
 
     def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Reads the planned token out of the first channel."""

@@ -1,20 +1,17 @@
 """The asynchronous candidate generator: the next block is ready when the verdict arrives."""
 
 import functools
-import logging
 import time
 import weakref
 
 import torch
 
-from ..candidate_generator import D3DCandidateGenerator, _attended_tokens
+from ..candidate_generator import D3DCandidateGenerator
 from ..drafting_session import Draft
 from ..fallbacks import execution_device
 from .packed_drafts import PackedSession, guesses_without
 from .worker import CpuThreadShare, ThreadWorker
 
-
-logger = logging.getLogger(__name__)
 
 # A packed pass counts as hung after so many seconds, plus so many times the verification beside it.
 _WAIT_S = 3.0
@@ -38,8 +35,8 @@ class AsyncCandidateGenerator(D3DCandidateGenerator):
         super().__init__(drafter, *args, **kwargs)
         self.stats.mode = "async"
         self._block_size = drafter.config.block_size
-        self._cpu_share = CpuThreadShare()
-        self._worker = self._make_worker(drafter)
+        self._cpu_share, self._shares_cpu = CpuThreadShare(), False
+        self._worker = self._make_worker(drafter)  # starts no thread before its first job
         self._finalizer = weakref.finalize(self, _shut_down, self._worker, self._session, self._cpu_share)
         self._round_id = 0
         self._pending = None  # the packed pass for the verdict to come
@@ -47,33 +44,23 @@ class AsyncCandidateGenerator(D3DCandidateGenerator):
         self._last_draft = []
         self._branch_logits = None
         self._num_seen = [0] * (self._block_size + 1)
-        self._has_failed = False
 
     def _make_session(self, drafter) -> PackedSession:
         return PackedSession(drafter, self._chooser)
 
     def _make_worker(self, drafter):
         device = execution_device(drafter)
-        num_threads = None
-        if device.type == "cpu":
-            num_threads = self._cpu_share.worker_share()
-            self._cpu_share.divide()
-        return ThreadWorker(device, num_threads)
+        self._shares_cpu = device.type == "cpu"
+        return ThreadWorker(device, self._cpu_share.worker_share() if self._shares_cpu else None)
 
-    def _draft(self, input_ids: torch.LongTensor, budget: int) -> Draft:
-        nothing = Draft(input_ids.new_empty(0))
-        context = _attended_tokens(input_ids, self._attention_mask).cpu()
-        if budget < 1 or context.shape[0] == 0 or self._has_failed:
-            return nothing
-        try:
-            draft = self._selected_draft(context, min(self.options.num_assistant_tokens, budget))
-            draft = self._cut(input_ids, draft if draft is not None else nothing)
-            if budget > 1:  # else the text ends with this round or the next, which has no room for a draft
-                self._submit(context, draft)
-        except Exception as error:
-            self._fail(error)
-            return nothing
-        return draft
+    def _draft_from(self, context: torch.LongTensor, num_tokens: int) -> Draft | None:
+        if self._shares_cpu:
+            self._cpu_share.divide()
+        return self._selected_draft(context.cpu(), num_tokens)
+
+    def _prepare_next(self, context: torch.LongTensor, draft: Draft, budget: int):
+        if budget > 1:  # else the text ends with this round or the next, which has no room for a draft
+            self._submit(context.cpu(), draft)
 
     def _selected_draft(self, context: torch.LongTensor, num_tokens: int) -> Draft | None:
         """The draft of the branch that the verdict selects; `None` without one."""
@@ -150,17 +137,10 @@ class AsyncCandidateGenerator(D3DCandidateGenerator):
         self.stats.num_hits[kind] = self.stats.num_hits.get(kind, 0) + 1
 
     def _fail(self, error: Exception):
-        """Ends drafting, with one warning, or the generation; the output is right in any case."""
-        self.stats.num_errors += 1
-        self._has_failed = True
         self._pending = None
         if isinstance(error, TimeoutError):
             self._worker.stop(timeout_s=0)  # it hangs: nothing is gained by waiting for it once more
-        if self.options.on_draft_error == "raise":
-            raise RuntimeError(f"Drafting failed ({type(error).__name__}: {error}).") from error
-        logger.warning(
-            f"Drafting failed ({type(error).__name__}: {error}): the rest of this generation runs without drafts."
-        )
+        super()._fail(error)
 
     def close(self):
         """Ends the worker, frees the drafter's cache, gives the caller's thread its CPU threads back. Idempotent."""

@@ -1,0 +1,87 @@
+"""The automatic mode: round by round the way of drafting that emits most tokens per second on this machine."""
+
+import time
+
+import torch
+
+from ..drafting_session import Draft
+from .generator import AsyncCandidateGenerator
+from .mode_selector import ModeSelector
+
+
+class AutoCandidateGenerator(AsyncCandidateGenerator):
+    """
+    Measures the target's forward, synchronous drafts and packed passes in the first rounds and goes on with the
+    fastest of drafting asynchronously, synchronously or not at all; see [`ModeSelector`]. The first round runs the
+    target's prefill alone.
+
+    Which mode drafts depends on times, so a seed does not fix the ids of a sampled output; their law is the same.
+
+    Args are those of [`D3DCandidateGenerator`].
+    """
+
+    def __init__(self, drafter, *args, **kwargs):
+        super().__init__(drafter, *args, **kwargs)
+        self.stats.mode = "auto"
+        self._selector = ModeSelector()
+        self.stats.mode_choices = self._selector.choices
+        self._mode = None
+        self._round_start, self._length_before = None, 0
+        self._passes = []  # (tokens fed, seconds) of synchronous drafts
+
+    def _draft(self, input_ids: torch.LongTensor, budget: int) -> Draft:
+        now = time.perf_counter()
+        if self._round_start is not None:
+            num_new_tokens = input_ids.shape[1] - self._length_before
+            verify_s = now - self._verify_start
+            self._selector.record(num_new_tokens, now - self._round_start, verify_s)
+        self._round_start, self._length_before = now, input_ids.shape[1]
+        self._mode = self._selector.choose(self._least_async_seconds())
+        return super()._draft(input_ids, budget)
+
+    def _draft_from(self, context: torch.LongTensor, num_tokens: int) -> Draft | None:
+        if self._mode == "async" and self._pending is not None:
+            return super()._draft_from(context, num_tokens)
+        self._discard_pending()
+        if self._mode == "none":
+            return None
+        num_fed = context.shape[0] - self._session.num_cached + self._block_size - 1
+        start = time.perf_counter()
+        draft = self._session.draft(context, num_tokens)
+        draft.tokens.cpu()  # waits for the device
+        self._passes.append((num_fed, time.perf_counter() - start))
+        return draft
+
+    def _prepare_next(self, context: torch.LongTensor, draft: Draft, budget: int):
+        if self._mode == "async":
+            super()._prepare_next(context, draft, budget)
+
+    def _discard_pending(self):
+        """Lets the packed pass end: the session is not to be used meanwhile. The caller's CPU threads come back."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._take(pending)
+        self._cpu_share.restore()
+
+    def _least_async_seconds(self) -> float | None:
+        """
+        What an asynchronous round would take at least: the verification beside it, or the packed pass, whose time is
+        guessed from those of passes over more and fewer tokens.
+        """
+        verify_s = self._selector.mean_verify_seconds
+        if verify_s is None or len(self._passes) < 2:
+            return None
+        num_fed, seconds = min(self._passes[1:], key=lambda fed: fed[1])
+        most_fed, most_seconds = self._passes[0]  # the prompt's
+        slope = 0.0
+        if most_fed > 2 * num_fed:
+            slope = max(0.0, (most_seconds - seconds) / (most_fed - num_fed))
+        num_verdicts = self.options.num_assistant_tokens + 1
+        num_branches = num_verdicts * (1 + self.options.num_bonus_guesses)
+        if self.options.draft_slot_budget is not None:
+            num_branches = min(num_branches, self.options.draft_slot_budget // self._block_size)
+        num_packed = num_verdicts + num_branches * self._block_size
+        return max(verify_s, seconds + slope * (num_packed - num_fed))
+
+
+__all__ = ["AutoCandidateGenerator"]
