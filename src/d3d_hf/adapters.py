@@ -126,7 +126,8 @@ def attach_adapter(drafter: PreTrainedModel, name_or_path: str, subfolder: str =
     found = tensor_names(path)
     own = {f"base_model.model.{name}" for name, _ in drafter.named_parameters() if name.startswith(OWN_MODULES)}
     refuse_other_tensors(name_or_path, own - found, set())
-    wrapped = PeftModel.from_pretrained(drafter, name_or_path, subfolder=subfolder, **kwargs)
+    find_file(name_or_path, "adapter_config.json", subfolder, **kwargs)  # into the same folder of the Hub's cache
+    wrapped = PeftModel.from_pretrained(drafter, str(Path(path).parent))
     wanted = _adapter_state(drafter).keys()
     refuse_other_tensors(name_or_path, wanted - found, found - wanted)
     return wrapped

@@ -221,7 +221,7 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
                 f"{str(name)!r} is an adapter, which cannot be merged into a quantised base: load it without "
                 f"quantization_config, save it, and load what was saved with it."
             )
-        for argument in ("config", "subfolder", "revision"):
+        for argument in ("config", "subfolder", "revision", "adapter_kwargs", "_commit_hash"):  # the drafter's own
             kwargs.pop(argument, None)
         base = load_base(config, **kwargs)
         check_base(config, base)
