@@ -12,11 +12,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, pipeline
 
 from d3d_hf import D3DDrafterForCausalLM
 from d3d_hf.packing import lay_out
-from d3d_hf.testing import tiny_model
+from d3d_hf.testing import tiny_model, tiny_tokenizer
 from fake_hub import FakeHub
 from lossless import prompt_of
 
@@ -56,6 +56,7 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     target = tiny_model("llama", seed=11, num_layers=3)
     target.save_pretrained(folder / "target")
+    tiny_tokenizer().save_pretrained(folder / "target")
     drafter = perturbed(D3DDrafterForCausalLM.from_backbone(target, block_size=4))
     for parameter in drafter.parameters():
         parameter.data = parameter.data.bfloat16().float()
@@ -429,6 +430,17 @@ def test_quantisation_configs_pass_through(folder, models):
     finally:
         AUTO_QUANTIZATION_CONFIG_MAPPING.pop("seen", None)
         AUTO_QUANTIZER_MAPPING.pop("seen", None)
+
+
+def test_pipelines_take_the_drafter_and_not_its_name(models):
+    drafter = D3DDrafterForCausalLM.from_pretrained(models / "whole", dtype=torch.float32)
+    kwargs = {"max_new_tokens": 12, "do_sample": False}
+    plain = pipeline("text-generation", model=str(models / "target"))("ask me.", **kwargs)
+    pipe = pipeline("text-generation", model=str(models / "target"), assistant_model=drafter)
+    assert pipe("ask me.", **kwargs) == plain
+    assert drafter.last_generation_stats.num_drafted > 0
+    with pytest.raises(Exception):  # noqa: B017 - whatever transformers raises: docs/serving.md says that it fails
+        pipeline("text-generation", model=str(models / "target"), assistant_model=str(models / "whole"))
 
 
 def test_an_adapter_is_not_pushed_by_save_pretrained(models):

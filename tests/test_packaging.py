@@ -33,7 +33,7 @@ def test_wheel_content(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     sources = {f"d3d_hf/{path.relative_to(ROOT / 'src' / 'd3d_hf')}" for path in (ROOT / "src/d3d_hf").rglob("*.py")}
-    assert sources | {"d3d_hf/py.typed"} <= names
+    assert sources | {"d3d_hf/py.typed", "d3d_hf/hub/card_template.md"} <= names
     assert {name.split("/")[0] for name in names} == {"d3d_hf", "d3d_hf-0.1.0.dist-info"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

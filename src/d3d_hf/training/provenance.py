@@ -1,9 +1,10 @@
-"""Where data and figures come from: versions, machine, commit."""
+"""Where data and figures come from: date, versions, machine, commit."""
 
 import importlib.metadata
 import os
 import platform
 import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -67,9 +68,15 @@ def provenance(argv: list[str]) -> dict[str, object]:
         argv (`list[str]`): The command that made the results.
 
     Returns:
-        `dict` with `argv`, `versions`, `git_commit` and `machine`, all of which JSON can hold.
+        `dict` with `argv`, `date` (UTC), `versions`, `git_commit` and `machine`, all of which JSON can hold.
     """
-    return {"argv": list(argv), "versions": versions(), "git_commit": git_commit(), "machine": machine()}
+    return {
+        "argv": list(argv),
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": versions(),
+        "git_commit": git_commit(),
+        "machine": machine(),
+    }
 
 
 __all__ = ["git_commit", "machine", "provenance", "versions"]
