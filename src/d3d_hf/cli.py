@@ -10,7 +10,18 @@ from .commands.arguments import UsageError
 
 # Each is a module of d3d_hf.commands with `add_command(commands)`, which adds a parser and sets its `run(args)`. Such
 # a module imports what its work needs inside `run`, so that --help stays fast.
-_COMMANDS = ("generate", "info", "regenerate", "train", "evaluate", "import_checkpoint", "export", "card", "push")
+_COMMANDS = (
+    "generate",
+    "info",
+    "regenerate",
+    "train",
+    "evaluate",
+    "prune",
+    "import_checkpoint",
+    "export",
+    "card",
+    "push",
+)
 
 
 class _Parser(argparse.ArgumentParser):

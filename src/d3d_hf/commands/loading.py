@@ -72,7 +72,11 @@ def load(
 
 
 def load_drafter(
-    drafter: str, dtype: str = "auto", device: torch.device | None = None, attn_implementation: str | None = None
+    drafter: str,
+    dtype: str = "auto",
+    device: torch.device | None = None,
+    attn_implementation: str | None = None,
+    merge_adapter: bool = True,
 ) -> D3DDrafterForCausalLM:
     """
     Loads a drafter, in eval mode.
@@ -81,6 +85,7 @@ def load_drafter(
         drafter (`str`): Folder or Hub name.
         dtype, attn_implementation: As in `load`.
         device (`torch.device`, *optional*): Where it goes.
+        merge_adapter (`bool`, *optional*, defaults to `True`): Whether an adapter is merged or kept beside its base.
 
     Raises:
         UsageError: It cannot be loaded.
@@ -89,7 +94,7 @@ def load_drafter(
     is_packable = attn_implementation is not None and "flash" not in attn_implementation
     attention = {"attn_implementation": attn_implementation} if is_packable else {}
     try:
-        model = D3DDrafterForCausalLM.from_pretrained(drafter, dtype=dtype, **attention)
+        model = D3DDrafterForCausalLM.from_pretrained(drafter, dtype=dtype, merge_adapter=merge_adapter, **attention)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
         raise UsageError(
             f"--drafter {drafter!r} cannot be loaded: fetch it or save it again. {one_line(error)}"

@@ -263,6 +263,12 @@ class _Pruning:
     def run(self) -> dict:
         """Everything that the report has about the drafters; `self.drafter` is the pruned one then."""
         full = self._measure("full", self.measured)
+        for name, part in self.set_slices.items():
+            if not full["evaluation"].of(part).tokens.sum():
+                raise ValueError(
+                    f"Not one draft token is accepted on the evaluation data {name!r} with all layers, so nothing can "
+                    f"be lost: give text that the drafter's target wrote, or a trained drafter."
+                )
         if self.goal.max_draft_ms is not None and full["packed_pass_ms"] <= self.goal.max_draft_ms:
             raise ValueError(
                 f"max_draft_ms is {self.goal.max_draft_ms} and a packed pass takes {full['packed_pass_ms']:.1f} ms "
@@ -458,7 +464,7 @@ class _Pruning:
                     # Above 1: progressive pruning keeps more, on the same texts.
                     "progressive_over_this": step["accepted"].retention(accepted) if accepted.tokens.sum() else None,
                     "progressive_over_this_interval": (
-                        step["accepted"].retention_interval(accepted) if (accepted.tokens > 0).all() else None
+                        step["accepted"].retention_interval(accepted) if accepted.tokens.sum() else None
                     ),
                 }
             comparisons.append(

@@ -79,8 +79,9 @@ class Accepted:
         return float(self.tokens.sum() / full.tokens.sum())
 
     def retention_interval(self, full: "Accepted") -> list[float]:
-        """95% interval of the retention over the texts, which both drafters share."""
-        return list(bootstrap_interval(self.tokens, full.tokens))
+        """95% interval of the retention, paired over the texts; those where there is nothing to keep are left out."""
+        has_any = full.tokens > 0
+        return list(bootstrap_interval(self.tokens[has_any], full.tokens[has_any]))
 
     def of(self, texts: slice) -> "Accepted":
         """Of some of the texts."""
