@@ -294,7 +294,8 @@ def prune(drafter, rows, folder, goal, **kwargs):
 def timeless(report):
     """A report without what differs from run to run of the same command."""
     report = copy.deepcopy(report)
-    del report["git_commit"]
+    for name in ("git_commit", "date"):
+        del report[name]
     for point in (report["full"], *report["steps"]):
         for name in ("packed_pass_ms", "synchronous_pass_ms"):
             assert point.pop(name) > 0
@@ -321,6 +322,8 @@ def test_the_report_holds_what_was_removed(rows, tmp_path):
     assert [step["num_removed"] for step in report["steps"]] == [1, 2, 3] and report["stopped_by"] == "num_removed"
     removed = [step["removed_layer"] for step in report["steps"]]
     assert pruned.config.kept_layers == sorted(set(range(NUM_LAYERS)) - set(removed))
+    assert pruned.config.training_recipe["pruning"]["removed_layers"] == removed
+    assert drafter.config.training_recipe is None
     evaluation = CalibrationSet(rows[7:12], drafter.config)
     full = accepted_drafts(drafter, evaluation)
     for step in report["steps"]:

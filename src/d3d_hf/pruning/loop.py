@@ -214,6 +214,10 @@ def prune_drafter(
         **run.run(),
     }
     pruned = run.drafter
+    if report["steps"]:
+        removed = [step["removed_layer"] for step in report["steps"]]
+        pruning = {"removed_layers": removed, "recovery": settings["recovery"]}
+        pruned.config.training_recipe = {**(pruned.config.training_recipe or {}), "pruning": pruning}
     if pruned.dtype != run.dtype:
         pruned = copy.deepcopy(pruned).to(run.dtype)
     pruned.save_pretrained(output_dir)

@@ -16,9 +16,13 @@ def write_report(report: Mapping, folder: str):
 
 def as_markdown(report: Mapping) -> str:
     """The report's table for a model card: a line per removal, and how the baselines do at the same depth."""
-    sets = list(report["data"]["evaluation"])
-    full = report["full"]
+    sets, full, data = list(report["data"]["evaluation"]), report["full"], report["data"]
+    recovery = report["settings"]["recovery"]
     lines = [
+        f"Layers were chosen on {sum(data['calibration'].values())} responses and measured on "
+        f"{sum(data['evaluation'].values())} others, at {data['num_positions']['evaluation']} positions; "
+        + ("no training in between." if recovery is None else f"{recovery['num_steps']} training steps after each."),
+        "",
         "| Layers | Removed | Acceptance length | Retention (95%) | "
         + "".join(f"{name} | " for name in sets)
         + "Packed pass, ms |",
@@ -35,6 +39,14 @@ def as_markdown(report: Mapping) -> str:
             + "".join(f"{step['by_set'][name]['retention']:.3f} | " for name in sets)
             + f"{step['packed_pass_ms']:.1f} |"
         )
+    if full["trained"]:
+        last = report["steps"][-1]
+        low, high = last["retention_of_trained_interval"]
+        lines += [
+            "",
+            f"Against the full-depth drafter after the same trainings, {last['num_removed']} removed keep "
+            f"{last['retention_of_trained']:.3f} ({low:.3f} to {high:.3f}).",
+        ]
     for comparison in report["baselines"]:
         retained = [f"{name.replace('_', ' ')} {values['retention']:.3f}" for name, values in comparison["by"].items()]
         lines += ["", f"{comparison['num_removed']} removed, retention: {', '.join(retained)}."]
