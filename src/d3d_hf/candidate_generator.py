@@ -79,7 +79,8 @@ class D3DCandidateGenerator(CandidateGenerator):
         self._num_known = None
 
     def _make_session(self, drafter) -> DraftingSession:
-        return DraftingSession(drafter, self._chooser, self.options.num_denoising_steps)
+        options = self.options
+        return DraftingSession(drafter, self._chooser, options.num_denoising_steps, options.compile_drafter)
 
     def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.LongTensor, torch.Tensor | None]:
         """

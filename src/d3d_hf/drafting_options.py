@@ -30,6 +30,9 @@ class DraftingOptions:
             Asynchronous: whether guesses come from a first small forward over the tokens under verification, or, for
             nothing but of less use, from the laws of their own slots (`"slots"`).
         draft_slot_budget (`int`, *optional*): Asynchronous: slots of one packed pass at most; no bound by default.
+        compile_drafter (`bool` or `"auto"`, defaults to `"auto"`):
+            Whether drafting runs compiled (on the CPU): `"auto"` does so after `drafter.warmup()`, or once drafting
+            eagerly has lost more time in this process than compiling takes.
         on_draft_error (`str`, defaults to `"warn"`):
             Whether a failure to draft ends drafting, with one warning, or the generation (`"raise"`).
     """
@@ -40,7 +43,16 @@ class DraftingOptions:
     num_bonus_guesses: int = 3
     bonus_guess_source: str = "autoregressive"
     draft_slot_budget: int | None = None
+    compile_drafter: bool | str = "auto"
     on_draft_error: str = "warn"
+
+    def num_packed_tokens(self, block_size: int) -> int:
+        """Tokens of a packed pass over a whole draft, with a branch for each verdict and guess within the budget."""
+        num_verdicts = self.num_assistant_tokens + 1
+        num_branches = num_verdicts * (1 + self.num_bonus_guesses)
+        if self.draft_slot_budget is not None:
+            num_branches = min(num_branches, self.draft_slot_budget // block_size)
+        return num_verdicts + num_branches * block_size
 
     @classmethod
     def resolve(cls, call_config: GenerationConfig, drafter_config: GenerationConfig, block_size: int):
@@ -73,6 +85,7 @@ class DraftingOptions:
         for name, allowed in (
             ("drafting_mode", DRAFTING_MODES),
             ("bonus_guess_source", GUESS_SOURCES),
+            ("compile_drafter", ("auto", True, False)),
             ("on_draft_error", ERROR_ACTIONS),
         ):
             choices[name] = look_up(name, getattr(cls, name))

@@ -1,6 +1,8 @@
 """A drafting session: the drafter's KV cache and drafts of one generation."""
 
+import contextlib
 import logging
+import time
 from dataclasses import dataclass
 
 import torch
@@ -51,10 +53,19 @@ class DraftingSession:
         drafter ([`D3DDrafterForCausalLM`]): The model; not modified.
         chooser ([`TokenChooser`]): Turns logits into draft tokens.
         num_denoising_steps (`int`, *optional*, defaults to 1): Forwards that a draft is spread over.
+        compile_drafter (`bool` or `"auto"`, *optional*, defaults to `False`): Whether passes run compiled.
     """
 
-    def __init__(self, drafter, chooser: TokenChooser, num_denoising_steps: int = 1):
+    def __init__(
+        self,
+        drafter,
+        chooser: TokenChooser,
+        num_denoising_steps: int = 1,
+        compile_drafter: bool | str = False,
+    ):
         self._drafter = drafter
+        self._compile_drafter = compile_drafter
+        self._cache, self._drafting_seconds = None, 0.0
         self._chooser = chooser
         self._num_steps = num_denoising_steps
         self._device = execution_device(drafter)
@@ -65,9 +76,39 @@ class DraftingSession:
 
     def close(self):
         """Frees the cache. Idempotent; a session that is used again starts with an empty one."""
-        # Without a config: with one, sliding layers would drop keys that positions still reach under our masks.
-        self._cache = DynamicCache()
+        self._count_eager()
+        self._cache = None
         self._cached = torch.empty(0, dtype=torch.long, device="cpu")
+
+    def _open(self):
+        """Makes the cache, if there is none: storage for compiled passes where they are wanted, else a dynamic one."""
+        if self._cache is None:
+            self._cache = self._compiled_storage()
+        if self._cache is None:
+            # Without a config: with one, sliding layers would drop keys that positions still reach under our masks.
+            self._cache = DynamicCache()
+
+    def _compiled_storage(self):
+        if not self._compile_drafter or self._device.type != "cpu":
+            return None
+        try:
+            from d3d_hf.compiled.drafter import storage_for
+        except ImportError:  # it comes with the package, not with code loaded from a repository
+            return None
+        return storage_for(self._drafter, self._compile_drafter)
+
+    def _count_eager(self):
+        if self._compile_drafter == "auto" and isinstance(self._cache, DynamicCache) and self._drafting_seconds:
+            with contextlib.suppress(ImportError):
+                from d3d_hf.compiled.drafter import count_eager
+
+                count_eager(self._drafter, self._drafting_seconds)
+        self._drafting_seconds = 0.0
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a pass waits for its graph, which takes seconds, rather than for the device."""
+        return getattr(self._cache, "is_compiling", False)
 
     @property
     def num_cached(self) -> int:
@@ -88,11 +129,15 @@ class DraftingSession:
         """
         if not self.has_room_for(context.shape[0] + self._drafter.config.block_size - 1):
             return Draft(torch.empty(0, dtype=torch.long, device=self._device))
+        self._open()
+        start = time.perf_counter()
         try:
             return self._draft(context.cpu(), num_tokens)
         except BaseException:
             self.close()  # the pass may have stopped halfway through the layers
             raise
+        finally:
+            self._drafting_seconds += time.perf_counter() - start
 
     def has_room_for(self, num_positions: int) -> bool:
         """Whether the drafter's positions reach so far; the first time that they do not, one warning says so."""

@@ -215,7 +215,7 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
         if not isinstance(config, PreTrainedConfig):
             config = cls.config_class.from_pretrained(config or name, subfolder=subfolder, **where)
         if config.adapter_base is None:
-            return load_checked(super().from_pretrained, name, *args, **kwargs)
+            return load_checked(super().from_pretrained, name, *args, stored_config=config, **kwargs)
         if kwargs.get("quantization_config") is not None:
             raise ValueError(
                 f"{str(name)!r} is an adapter, which cannot be merged into a quantised base: load it without "
@@ -356,16 +356,7 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
         embeds = self.get_input_embeddings()(input_ids)
         if not layout.is_plain_causal:
             embeds = torch.where(layout.is_mask_slot[..., None], self._mask_vector(embeds), embeds)
-        if cache is not None:
-            kwargs[self._cache_argument] = cache
-        outputs = self._backbone.base_model(
-            inputs_embeds=embeds,
-            position_ids=layout.position_ids,
-            attention_mask=attention_masks(layout, self._backbone.config, embeds.dtype),
-            use_cache=cache is not None,
-            **kwargs,
-        )
-        hidden_states = outputs.last_hidden_state  # (batch, tokens, hidden)
+        hidden_states = self._run_backbone(embeds, layout, cache, **kwargs)  # (batch, tokens, hidden)
         if slot_tokens is not None and self.chained_head is not None:
             token_embeds = self.get_input_embeddings()(slot_tokens.clamp(min=0))
             is_chained = layout.is_mask_slot & (slot_tokens >= 0)
@@ -379,6 +370,43 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
         else:
             hidden_states = hidden_states[:, logits_to_keep]
         return CausalLMOutputWithPast(logits=self.project(hidden_states), hidden_states=(hidden_states,))
+
+    def _run_backbone(self, embeds: torch.Tensor, layout: PackedLayout, cache, **kwargs) -> torch.Tensor:
+        """The last hidden states of a pass, from a compiled graph if the cache brings one that serves it."""
+        run_pass = getattr(cache, "run_pass", None)
+        if run_pass is not None and not kwargs:
+            hidden_states = run_pass(embeds, layout)
+            if hidden_states is not None:
+                return hidden_states
+        if cache is not None:
+            kwargs[self._cache_argument] = cache
+        outputs = self._backbone.base_model(
+            inputs_embeds=embeds,
+            position_ids=layout.position_ids,
+            attention_mask=attention_masks(layout, self._backbone.config, embeds.dtype),
+            use_cache=cache is not None,
+            **kwargs,
+        )
+        return outputs.last_hidden_state
+
+    def warmup(self, max_context: int = 1024):
+        """
+        Compiles ahead what drafting needs for texts of up to `max_context` tokens, so that no generation has to wait
+        for it; from then on drafting runs compiled by default. CPU only, in the dtype and on the CPU threads of now;
+        some seconds per size of the KV storage. A drafter that cannot be compiled drafts as before, and one line in
+        the log says why.
+
+        Args:
+            max_context (`int`, *optional*, defaults to 1024): Tokens of prompt and output.
+
+        Raises:
+            ValueError: `max_context` is no number of tokens.
+        """
+        if not isinstance(max_context, int) or isinstance(max_context, bool) or max_context < 1:
+            raise ValueError(f"max_context is {max_context!r}: give a number of tokens, at least 1.")
+        from d3d_hf.compiled.drafter import warm_up
+
+        warm_up(self, max_context)
 
     def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """

@@ -76,11 +76,7 @@ class AutoCandidateGenerator(AsyncCandidateGenerator):
         slope = 0.0
         if most_fed > 2 * num_fed:
             slope = max(0.0, (most_seconds - seconds) / (most_fed - num_fed))
-        num_verdicts = self.options.num_assistant_tokens + 1
-        num_branches = num_verdicts * (1 + self.options.num_bonus_guesses)
-        if self.options.draft_slot_budget is not None:
-            num_branches = min(num_branches, self.options.draft_slot_budget // self._block_size)
-        num_packed = num_verdicts + num_branches * self._block_size
+        num_packed = self.options.num_packed_tokens(self._block_size)
         return max(verify_s, seconds + slope * (num_packed - num_fed))
 
 

@@ -16,6 +16,8 @@ from .worker import CpuThreadShare, ThreadWorker
 # A packed pass counts as hung after so many seconds, plus so many times the verification beside it.
 _WAIT_S = 3.0
 _WAIT_VERIFICATIONS = 10.0
+# But a graph may be compiled in it.
+_COMPILE_WAIT_S = 300.0
 
 
 class AsyncCandidateGenerator(D3DCandidateGenerator):
@@ -46,7 +48,8 @@ class AsyncCandidateGenerator(D3DCandidateGenerator):
         self._num_seen = [0] * (self._block_size + 1)
 
     def _make_session(self, drafter) -> PackedSession:
-        return PackedSession(drafter, self._chooser)
+        options = self.options
+        return PackedSession(drafter, self._chooser, options.num_denoising_steps, options.compile_drafter)
 
     def _make_worker(self, drafter):
         device = execution_device(drafter)
@@ -92,10 +95,14 @@ class AsyncCandidateGenerator(D3DCandidateGenerator):
         if self.stats.spans and self._verify_start is not None:
             last_verification_s = time.perf_counter() - self._verify_start
         start = time.perf_counter()
-        try:
-            result = self._worker.take(pending, timeout_s=_WAIT_S + _WAIT_VERIFICATIONS * last_verification_s)
-        except TimeoutError as error:
-            raise TimeoutError(f"the packed pass did not end within {time.perf_counter() - start:.1f} s") from error
+        while True:
+            try:
+                result = self._worker.take(pending, timeout_s=_WAIT_S + _WAIT_VERIFICATIONS * last_verification_s)
+                break
+            except TimeoutError as error:
+                seconds = time.perf_counter() - start
+                if not self._session.is_compiling or seconds > _COMPILE_WAIT_S:
+                    raise TimeoutError(f"the packed pass did not end within {seconds:.1f} s") from error
         self.stats.wait_ms += 1e3 * (time.perf_counter() - start)
         self.stats.spans.append(("draft", result.start_s, result.end_s))
         return result.value

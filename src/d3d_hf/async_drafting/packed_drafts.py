@@ -6,6 +6,7 @@ the first stands where the bonus will be, so it serves any bonus. A *guess* bran
 as a synchronous draft if the guess is right.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -118,11 +119,15 @@ class PackedSession(DraftingSession):
                 Guesses for each verdict; by default they come from a first small forward over the context.
             max_branches, num_seen: As in [`plan_branches`].
         """
+        self._open()
+        start = time.perf_counter()
         try:
             return self._pack(text, num_committed, round_id, num_guesses, slot_guesses, max_branches, num_seen)
         except BaseException:
             self.close()
             raise
+        finally:
+            self._drafting_seconds += time.perf_counter() - start
 
     def _pack(self, text, num_committed, round_id, num_guesses, slot_guesses, max_branches, num_seen):
         drafter, size = self._drafter, self._drafter.config.block_size

@@ -21,8 +21,9 @@ from .static_cache import GrowingStaticCache
 
 
 # Given with the call, never through Inductor's global config. The C++ wrapper makes the graph one call that releases
-# Python's lock; asserting sizes would ask packed weights for strides, which they do not have.
-_OPTIONS = {"cpp_wrapper": True, "size_asserts": False}
+# Python's lock; asserting sizes would ask packed weights for strides, which they do not have; CPU threads are those of
+# the thread that calls, not of the one that compiled.
+_OPTIONS = {"cpp_wrapper": True, "size_asserts": False, "cpp.dynamic_threads": True}
 # Reports what cannot be traced as errors of its own, with a traceback.
 _FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
 _compiling = threading.Lock()

@@ -258,6 +258,11 @@ class CompiledTarget:
             and not torch.is_autocast_enabled("cpu")
         )
 
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a graph is being compiled just now, by whichever thread."""
+        return self._stand_in is not None and self._graph_lock.locked()
+
     def graph_for(self, layer: nn.Module, group: int, args: tuple, kwargs: dict, index: int, key: tuple) -> LayerGraph:
         """The graph for a layer and the shapes of a call, compiled if it is not there."""
         graph = self._graphs.get((group, *key))
@@ -322,7 +327,8 @@ class _CompiledLayer(nn.Module):
             compiled, gap_to = compiled[0], expected[0]
         else:
             gap_to = expected
-        gap = ((compiled - gap_to).float().norm(dim=-1) / gap_to.float().norm(dim=-1)).max()
+        norm = gap_to.float().norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)  # padding may be embedded as zero
+        gap = ((compiled - gap_to).float().norm(dim=-1) / norm).max()
         if not gap <= _TOLERANCES[gap_to.dtype]:
             raise NotServedError(f"layer {self._index} and its graph differ by {gap:.2g} of the hidden state")
         self._weights[key] = (graph, weights)

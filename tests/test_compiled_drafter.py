@@ -1,0 +1,142 @@
+"""Compiled passes give the drafts of eager ones, and are dropped when the drafter changes."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.utils.cpp_extension
+
+from d3d_hf import D3DDrafterForCausalLM
+from d3d_hf.async_drafting import AsyncCandidateGenerator, InlineWorker
+from d3d_hf.compiled import drafter as compiled
+from d3d_hf.compiled.drafter import compiled_drafter, pass_buckets
+from d3d_hf.drafting_session import DraftingSession
+from d3d_hf.testing import ForwardCounter, tiny_model
+from d3d_hf.token_chooser import TokenChooser
+from lossless import generate, prompt_of
+
+
+pytestmark = pytest.mark.skipif(torch.utils.cpp_extension.get_cxx_compiler() is None, reason="needs a C++ compiler")
+
+
+class SoftChooser(TokenChooser):
+    """Draws from the drafter's own law, so that laws are handed over."""
+
+    def __init__(self):
+        super().__init__(67, warpers=[])
+
+
+def drafter_of(architecture="llama", **kwargs):
+    model = tiny_model(architecture, seed=5, initializer_range=0.2, num_layers=2)
+    return D3DDrafterForCausalLM.from_backbone(model, block_size=4, chained_head_size=8, **kwargs)
+
+
+def drafts_of(drafter, compile_drafter, seed=0, rounds=8):
+    """Laws of a few drafts after a text that grows by a few tokens each."""
+    session = DraftingSession(drafter, SoftChooser(), compile_drafter=compile_drafter)
+    generator = torch.Generator().manual_seed(seed)
+    text, laws = prompt_of(9)[0], []
+    for length in range(rounds):
+        torch.manual_seed(length)
+        session._chooser = SoftChooser()
+        draft = session.draft(text, 4)
+        laws.append((draft.tokens, draft.law))
+        text = torch.cat([text, torch.randint(2, 67, (1 + length % 5,), generator=generator)])
+    return laws
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_drafts_are_those_of_eager_passes(architecture):
+    drafter = drafter_of(architecture)
+    eager, fast = drafts_of(drafter, False), drafts_of(drafter, True)
+    assert compiled_drafter(drafter).num_static_passes >= 7, compiled_drafter(drafter).reason
+    for (tokens, law), (fast_tokens, fast_law) in zip(eager, fast, strict=True):
+        assert tokens.tolist() == fast_tokens.tolist()
+        torch.testing.assert_close(law, fast_law, atol=1e-4, rtol=1e-4)
+
+    # other weights, other drafts
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    changed = drafts_of(drafter, False)
+    assert any(a[0].tolist() != b[0].tolist() for a, b in zip(changed, eager, strict=True))
+    for (tokens, law), (fast_tokens, fast_law) in zip(changed, drafts_of(drafter, True), strict=True):
+        assert tokens.tolist() == fast_tokens.tolist()
+        torch.testing.assert_close(law, fast_law, atol=1e-4, rtol=1e-4)
+
+
+class InlineGenerator(AsyncCandidateGenerator):
+    def _make_worker(self, drafter):
+        return InlineWorker()
+
+
+def test_every_mode_and_runner_drafts_the_same(monkeypatch):
+    """Eager and compiled, threaded and inline: the same rounds, greedy, and the target's own ids."""
+    target = tiny_model("llama", seed=5, initializer_range=0.2, num_layers=2)
+    drafter = drafter_of()
+    prompt = prompt_of()
+    reference = generate(target, prompt).tolist()
+    options = drafter.generation_config
+    options.on_draft_error, options.num_bonus_guesses = "raise", 0
+    for mode in ("sync", "async"):
+        options.drafting_mode, accepted = mode, []
+        for compile_drafter in (False, True):
+            options.compile_drafter = compile_drafter
+            before = compiled_drafter(drafter).num_static_passes
+            assert generate(target, prompt, drafter).tolist() == reference
+            accepted.append(drafter.last_generation_stats.num_accepted)
+            assert (compiled_drafter(drafter).num_static_passes > before) == compile_drafter
+        assert accepted[0] == accepted[1]
+    monkeypatch.setattr("d3d_hf.async_drafting.AsyncCandidateGenerator", InlineGenerator)
+    assert generate(target, prompt, drafter).tolist() == reference
+    assert drafter.last_generation_stats.num_accepted == accepted[0]
+
+    # nothing hangs on the drafter that could not be copied or stored
+    copied = copy.deepcopy(drafter)
+    again = pickle.loads(pickle.dumps(drafter))
+    for other in (copied, again):
+        assert generate(target, prompt, other).tolist() == reference
+
+
+def test_warmup_compiles_ahead(monkeypatch):
+    drafter = drafter_of()
+    drafter.generation_config.drafting_mode = "sync"
+    assert compiled.storage_for(drafter, "auto") is None
+    drafter.warmup(max_context=100)
+    state = compiled_drafter(drafter)
+    graphs = len(state._graphs)
+    assert graphs >= 1
+    assert compiled.storage_for(drafter, "auto") is not None
+    target = tiny_model("llama", seed=5, initializer_range=0.2, num_layers=2)
+    with ForwardCounter(drafter, "packed_forward") as passes:
+        generate(target, prompt_of(), drafter)
+    assert passes.count > 3
+    assert len(state._graphs) == graphs, "nothing was left to compile"
+    for value in (0, -3, 2.5, True, "long"):
+        with pytest.raises(ValueError, match="max_context is .*give a number of tokens"):
+            drafter.warmup(max_context=value)
+
+
+def test_eager_drafting_earns_its_compilation_in_the_end():
+    drafter = drafter_of()
+    assert compiled.storage_for(drafter, "auto") is None
+    compiled.count_eager(drafter, 5.0)
+    assert compiled.storage_for(drafter, "auto") is None
+    compiled.count_eager(drafter, 60.0)
+    assert compiled.storage_for(drafter, "auto") is not None
+    assert compiled.storage_for(drafter, False) is None
+
+
+def test_what_cannot_be_compiled_drafts_eagerly(caplog):
+    drafter = drafter_of().to(torch.float16)
+    target = tiny_model("llama", seed=5, initializer_range=0.2, num_layers=2)
+    drafter.generation_config.compile_drafter = True
+    assert generate(target, prompt_of(), drafter).tolist() == generate(target, prompt_of()).tolist()
+    (record,) = [r for r in caplog.records if "runs as before" in r.getMessage()]
+    assert "float16" in record.getMessage()
+
+
+def test_buckets_hold_the_usual_passes():
+    synchronous, packed, *more = pass_buckets(8)
+    assert synchronous == 9 + 7 and packed == 9 + 9 * 8 and more == [162, 324]
