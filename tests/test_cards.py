@@ -161,15 +161,23 @@ def test_a_card_is_filled_from_all_its_sources(folder, capsys):
 
 
 def test_a_pruning_report_is_shown(folder):
-    evaluation = {"acceptance_length": 2.0, "packed_pass_ms": 9.5}
     step = {
-        "kept_layers": [0, 2], "removed_layer": 1, "acceptance_length": 1.9, "retention": 0.95,
-        "retention_interval": [0.9, 0.99], "by_set": {"gsm8k": {"retention": 0.96}}, "packed_pass_ms": 7.0,
-    }  # fmt: skip
+        "kept_layers": [0, 2],
+        "removed_layer": 1,
+        "acceptance_length": 1.9,
+        "retention": 0.95,
+        "retention_interval": [0.9, 0.99],
+        "by_set": {"gsm8k": {"retention": 0.96}},
+        "packed_pass_ms": 7.0,
+    }
     report = {
-        "data": {"evaluation": {"gsm8k": {}}}, "drafter": {"num_layers": 3}, "full": evaluation, "steps": [step],
+        "drafter": {"num_layers": 3},
+        "data": {"calibration": {"gsm8k": 5}, "evaluation": {"gsm8k": 4}, "num_positions": {"evaluation": 40}},
+        "settings": {"recovery": None},
+        "full": {"acceptance_length": 2.0, "packed_pass_ms": 9.5, "trained": None},
+        "steps": [step],
         "baselines": [],
-    }  # fmt: skip
+    }
     (folder / "pruning_report.json").write_text(json.dumps(report))
     text = str(make_card(folder))
     assert "## Layers" in text and "| 2 | 1 | 1.90 | 0.950 (0.900 to 0.990) | 0.960 | 7.0 |" in text
@@ -251,6 +259,16 @@ def test_push_refuses_before_it_sends(folder, capsys):
     shutil.move(folder / "model.safetensors", folder / "pytorch_model.bin")
     (folder / "README.md").write_text("---\nlicense: mit\n---\n")
     assert "has no model.safetensors" in push_fails(capsys, folder)
+
+
+def test_push_refuses_an_adapter_on_a_folder_of_this_machine(folder, capsys):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"adapter_base": str(folder)}))
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n")
+    assert "has no adapter/adapter_model.safetensors" in push_fails(capsys, folder)
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_model.safetensors").touch()
+    assert "a folder of this machine: set adapter_base" in push_fails(capsys, folder)
 
 
 def test_push_is_off_where_the_hub_is(folder, capsys, monkeypatch):

@@ -218,6 +218,7 @@ def test_remote_code_from_the_hub(hub, models, tmp_path):
 
 PUSHES = """
     import json, sys
+    from transformers import AutoModelForCausalLM
     from d3d_hf import D3DDrafterForCausalLM
     from d3d_hf.cli import main
 
@@ -234,6 +235,8 @@ PUSHES = """
     ]
     print(json.dumps(statuses))
     D3DDrafterForCausalLM.from_pretrained("whole").push_to_hub("org/from-python")
+    target = AutoModelForCausalLM.from_pretrained(MODELS + "/target")
+    D3DDrafterForCausalLM.from_target(target, adapter=MODELS + "/adapter").push_to_hub("org/adapter-from-python")
 """
 
 
@@ -249,7 +252,7 @@ def test_push(models, tmp_path, monkeypatch):
     weights = (folder / "model.safetensors").read_bytes()
     with FakeHub() as hub:
         hub.failures = ["/commit/"]  # the weights arrive, the first commit does not
-        code = f"import os\nos.chdir({str(tmp_path)!r})\n" + textwrap.dedent(PUSHES)
+        code = f"import os\nos.chdir({str(tmp_path)!r})\nMODELS = {str(models)!r}\n" + textwrap.dedent(PUSHES)
         output, errors = run_python(code, hub, tmp_path / "home", HF_HUB_OFFLINE="0")
         dry, _, rest = output.partition("would go to org/new\n")
         assert "model.safetensors" in dry and "modeling_d3d.py" in dry and "stays here  optimizer.pt" in dry
@@ -268,6 +271,9 @@ def test_push(models, tmp_path, monkeypatch):
         assert "model.safetensors" in request
         assert hub.uploads.count(hashlib.sha256(weights).hexdigest()) == 1, "what has arrived is not sent again"
         assert {"model.safetensors", "modeling_d3d.py", "config.json"} <= hub.repos["org/from-python"]["main"].keys()
+        pushed = hub.repos["org/adapter-from-python"]["main"]
+        assert {"adapter/adapter_model.safetensors", "modeling_d3d.py", "config.json"} <= pushed.keys()
+        assert not any(name.startswith("model") and name.endswith(".safetensors") for name in pushed)
 
 
 # Damaged and hostile folders
@@ -322,6 +328,10 @@ def test_shard_indexes_that_point_elsewhere(part, models, tmp_path):
     index["weight_map"]["lm_head.weight"] = part
     path.write_text(json.dumps(index))
     refused(folder, ValueError, "not a file beside it: do not trust this checkpoint")
+    config_path = folder / "config.json"
+    config_path.write_text(json.dumps(json.loads(config_path.read_text()) | {"transformers_weights": part}))
+    refused(folder, ValueError, "config.json of .* not a file beside it: do not trust this checkpoint")
+    config_path.write_text(json.dumps(json.loads(config_path.read_text()) | {"transformers_weights": None}))
     path.write_text('{"weight_map": [1]}')
     refused(folder, ValueError, "model.safetensors.index.json' is damaged")
 
@@ -345,6 +355,12 @@ def test_pickle_weights_only_if_asked_for(folder, tmp_path):
     assert torch.equal(loaded.lm_head.weight, state["lm_head.weight"])
     torch.save(state | {"trap": Trap(tmp_path / "sprung")}, folder / "pytorch_model.bin")
     refused(folder, OSError, "has no model.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(state, "pytorch_model.bin")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(folder, ValueError, "names 'pytorch_model.bin', a pickle file")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": "pytorch_model.bin"}))
+    refused(folder, ValueError, "config.json of .* names 'pytorch_model.bin', a pickle file")
     assert not (tmp_path / "sprung").exists()
 
 

@@ -14,13 +14,14 @@ _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _SHOWN_NAMES = 4
 
 
-def load_checked(load, name, *args, **kwargs):
+def load_checked(load, name, *args, stored_config=None, **kwargs):
     """
     Calls transformers' `from_pretrained` and refuses what it would load with a warning.
 
     Args:
         load (`Callable`): `from_pretrained` of a superclass.
         name (`str` or `os.PathLike`, *optional*): Folder or Hub name; `None` for a `state_dict` that is passed in.
+        stored_config (`PreTrainedConfig`, *optional*): The config that is stored there, or is passed in.
         args, kwargs:
             As in `from_pretrained`. `use_safetensors` defaults to `True`. With `output_loading_info=True` the caller
             looks at missing and unexpected tensors, and nothing is refused for them.
@@ -33,7 +34,7 @@ def load_checked(load, name, *args, **kwargs):
         return load(name, *args, **kwargs)
     if kwargs.get("use_safetensors") is None:
         kwargs["use_safetensors"] = True
-    check_weight_files(name, **kwargs)
+    check_weight_files(name, **{**kwargs, "config": stored_config})
     wants_info = kwargs.pop("output_loading_info", False)
     try:
         model, info = load(name, *args, output_loading_info=True, **kwargs)
@@ -66,6 +67,7 @@ def check_weight_files(
     if getattr(config, "transformers_weights", None) is not None:
         names = [config.transformers_weights]
     for file_name in names:
+        _refuse_other_files(name, "config.json", file_name, use_safetensors)
         path = find_file(name, file_name, subfolder, **kwargs)
         if path is not None:
             break
@@ -78,11 +80,7 @@ def check_weight_files(
         raise OSError(f"{str(name)!r} has no {names[0]}, nor an index of its parts. {mend}")
     if ".index." in file_name:
         for part in _parts_of(path):
-            if os.path.isabs(part) or ".." in re.split(r"[/\\]", part) or ":" in part or not part:
-                raise ValueError(
-                    f"The index {file_name} of {str(name)!r} names {part!r}, which is not a file beside it: do not "
-                    f"trust this checkpoint."
-                )
+            _refuse_other_files(name, file_name, part, use_safetensors)
 
 
 def find_file(name, file_name: str, subfolder: str = "", **kwargs) -> str | None:
@@ -94,6 +92,17 @@ def find_file(name, file_name: str, subfolder: str = "", **kwargs) -> str | None
 def hub_arguments(kwargs: dict) -> dict:
     """Those of `from_pretrained`'s keyword arguments that say where and how to look on the Hub."""
     return {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+
+
+def _refuse_other_files(name, index_name: str, file_name: str, use_safetensors: bool):
+    """What an index or a config names must be a file beside it, and of the format that is read."""
+    mend = None
+    if os.path.isabs(file_name) or ".." in re.split(r"[/\\]", file_name) or ":" in file_name or not file_name:
+        mend = "which is not a file beside it: do not trust this checkpoint"
+    elif use_safetensors and not re.search(r"\.safetensors($|\.index\.)", file_name):
+        mend = "a pickle file, which can run code when it is read: it is loaded with use_safetensors=False alone"
+    if mend is not None:
+        raise ValueError(f"{index_name} of {str(name)!r} names {file_name!r}, {mend}.")
 
 
 def _parts_of(index_path: str) -> list[str]:

@@ -164,7 +164,8 @@ def import_parallel_draft(
     """
     config = AutoConfig.from_pretrained(source, **hub_arguments(kwargs))
     block_size, mask_token_id = draft_settings(config, block_size, mask_token_id)
-    model = load_checked(AutoModelForCausalLM.from_pretrained, source, **{"dtype": "auto", **kwargs})
+    kwargs = {"dtype": "auto", **kwargs}
+    model = load_checked(AutoModelForCausalLM.from_pretrained, source, stored_config=config, **kwargs)
     drafter = D3DDrafterForCausalLM.from_backbone(
         model,
         block_size=block_size,
