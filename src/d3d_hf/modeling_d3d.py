@@ -404,8 +404,10 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if not isinstance(max_context, int) or isinstance(max_context, bool) or max_context < 1:
             raise ValueError(f"max_context is {max_context!r}: give a number of tokens, at least 1.")
-        from d3d_hf.compiled.drafter import warm_up
-
+        try:
+            from d3d_hf.compiled.drafter import warm_up
+        except ImportError as error:  # it comes with the package, not with code loaded from a repository
+            raise ImportError("Compiling needs the d3d_hf package: pip install d3d_hf") from error
         warm_up(self, max_context)
 
     def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
