@@ -396,12 +396,25 @@ def test_a_run_killed_anywhere_ends_the_same(rows, tmp_path, is_recovering, monk
 
 
 def test_other_settings_do_not_go_on_with_a_run(rows, tmp_path, monkeypatch):
+    """An adapter is the same drafter each time that it is loaded, whatever its base holds where it replaces it."""
+    target_of().save_pretrained(tmp_path / "base")
+    adapter_drafter(tmp_path / "base").save_pretrained(tmp_path / "drafter")
+
+    def attempt(goal, seed):
+        torch.manual_seed(seed)
+        drafter = D3DDrafterForCausalLM.from_pretrained(tmp_path / "drafter", merge_adapter=False)
+        return prune(drafter, rows, str(tmp_path / "out"), goal)
+
+    def kill(model):
+        raise Killed
+
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "pass_times", lambda model: (_ for _ in ()).throw(Killed))
+        patch.setattr(loop, "pass_times", kill)
         with pytest.raises(Killed):
-            prune(drafter_of(), rows, str(tmp_path), PruningGoal(num_removed=1))
+            attempt(PruningGoal(num_removed=1), seed=0)
     with pytest.raises(ValueError, match=r"begun with other settings: goal .*another output folder"):
-        prune(drafter_of(), rows, str(tmp_path), PruningGoal(num_removed=2))
+        attempt(PruningGoal(num_removed=2), seed=0)
+    assert len(attempt(PruningGoal(num_removed=1), seed=1)[1]["steps"]) == 1
 
 
 def test_goals(rows, tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from transformers import PrinterCallback
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from ..training.arguments import D3DTrainingArguments
 from ..training.trainer import D3DTrainer
@@ -52,7 +53,7 @@ class Recovery:
         arguments.max_steps, arguments.output_dir = self.num_steps, folder
         arguments.seed = self.arguments.seed + number
         arguments.data_seed = None
-        arguments.save_strategy = arguments.eval_strategy = type(arguments.save_strategy)("no")
+        arguments.save_strategy, arguments.eval_strategy = SaveStrategy.NO, IntervalStrategy.NO
         arguments.load_best_model_at_end = False
         uses_cache = drafter.config.use_cache if hasattr(drafter.config, "use_cache") else None
         for module in drafter.modules():
