@@ -1,11 +1,13 @@
 """
 Tokens per round and speed, played through: greedy answers to the prompts of JSONL files (the first of their `turns`),
-by plain generation, transformers' prompt lookup, and a drafter, interleaved prompt by prompt in one run.
+by plain generation, transformers' prompt lookup, and a drafter, interleaved prompt by prompt in one run. Methods that
+end in `+ct` verify with a target that `compile_target` has compiled; the others with the same target as it is.
 
     python benchmarks/play_through.py --drafter FOLDER --prompts prompts.jsonl --output play_through.json
 """
 
 import argparse
+import copy
 import json
 import statistics
 import sys
@@ -14,12 +16,13 @@ from pathlib import Path
 
 import torch
 
-from d3d_hf import D3DDrafterForCausalLM, embedded
+from d3d_hf import D3DDrafterForCausalLM, compile_target, embedded
 from d3d_hf.testing import ForwardCounter
 from d3d_hf.training.provenance import provenance
 
 
-METHODS = ("plain", "prompt-lookup", "d3d-sync", "d3d-async")
+METHODS = ("plain", "prompt-lookup", "d3d-sync", "d3d-async", "d3d-auto")
+COMPILED = "+ct"
 
 
 def main():
@@ -29,19 +32,20 @@ def main():
     parser.add_argument("--first", type=int, default=0, help="prompt to begin with (default: %(default)s)")
     parser.add_argument("--max-samples", type=int, default=8, help="of each file (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    every = [method + suffix for suffix in ("", COMPILED) for method in METHODS]
+    parser.add_argument("--methods", nargs="+", choices=every, default=["plain", "prompt-lookup", "d3d-sync"])
+    parser.add_argument("--compile-drafter", action="store_true", help="run the drafter's passes compiled")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     target, tokenizer = embedded.load_target()
     drafter = D3DDrafterForCausalLM.from_pretrained(args.drafter, dtype=target.dtype)
-    keywords = {
-        "plain": {},
-        "prompt-lookup": {"prompt_lookup_num_tokens": 10},
-        "d3d-sync": {"assistant_model": drafter},
-        "d3d-async": {"assistant_model": drafter},
-    }
+    targets = {False: target, True: None}
+    if any(method.endswith(COMPILED) for method in args.methods):
+        targets[True] = compile_target(copy.deepcopy(target), max_context=512)
+    if args.compile_drafter:
+        drafter.warmup(max_context=512)
     results = []
     for path in map(Path, args.prompts):
         lines = path.read_text(encoding="utf-8").splitlines()[args.first :][: args.max_samples]
@@ -51,12 +55,14 @@ def main():
             inputs = tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
-            for method in args.methods:
-                if method.startswith("d3d"):
-                    drafter.generation_config.drafting_mode = method.removeprefix("d3d-")
+            # The order turns from prompt to prompt, so that no method always runs on a warm or a cold machine.
+            turn = index % len(args.methods)
+            for method in args.methods[turn:] + args.methods[:turn]:
+                verifier = targets[method.endswith(COMPILED)]
+                kwargs = keywords_of(method.removesuffix(COMPILED), drafter)
                 if index == 0:
-                    target.generate(**inputs, max_new_tokens=8, do_sample=False, **keywords[method])  # warm-up
-                answers[method].append(answer(target, inputs, args.max_new_tokens, keywords[method]))
+                    verifier.generate(**inputs, max_new_tokens=8, do_sample=False, **kwargs)  # warm-up
+                answers[method].append(answer(verifier, inputs, args.max_new_tokens, kwargs))
         for method in args.methods:
             row = summary(path.stem, method, answers)
             results.append(row)
@@ -67,13 +73,29 @@ def main():
         args.output.write_text(json.dumps(report, indent=1))
 
 
+def keywords_of(method: str, drafter) -> dict:
+    if method.startswith("d3d-"):
+        drafter.generation_config.drafting_mode = method.removeprefix("d3d-")
+        return {"assistant_model": drafter}
+    return {"prompt_lookup_num_tokens": 10} if method == "prompt-lookup" else {}
+
+
 def answer(target, inputs, max_new_tokens: int, kwargs: dict) -> dict:
     with ForwardCounter(target) as forwards:
         start = time.perf_counter()
         output = target.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, **kwargs)
         seconds = time.perf_counter() - start
     ids = output[0, inputs["input_ids"].shape[1] :].tolist()
-    return {"ids": ids, "seconds": seconds, "num_rounds": forwards.count}
+    row = {"ids": ids, "seconds": seconds, "num_rounds": forwards.count}
+    drafter = kwargs.get("assistant_model")
+    if drafter is not None:
+        stats = drafter.last_generation_stats
+        row |= {"draft_ms": round(stats.draft_ms), "verify_ms": round(stats.verify_ms)}
+        if stats.mode == "async":
+            row |= {"overlap": round(stats.overlap, 3), "wait_ms": round(stats.wait_ms), "hits": stats.num_hits}
+        if stats.mode == "auto":
+            row["mode_choices"] = stats.mode_choices
+    return row
 
 
 def summary(dataset: str, method: str, answers: dict) -> dict:
