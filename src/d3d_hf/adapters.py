@@ -6,6 +6,7 @@ target's parameters and adds only the adapter's. It never shares the target's *m
 a shared module would race with the target's thread.
 """
 
+import json
 from pathlib import Path
 
 import torch
@@ -126,11 +127,24 @@ def attach_adapter(drafter: PreTrainedModel, name_or_path: str, subfolder: str =
     found = tensor_names(path)
     own = {f"base_model.model.{name}" for name, _ in drafter.named_parameters() if name.startswith(OWN_MODULES)}
     refuse_other_tensors(name_or_path, own - found, set())
-    find_file(name_or_path, "adapter_config.json", subfolder, **kwargs)  # into the same folder of the Hub's cache
+    # This brings it into the same folder of the Hub's cache as the weights.
+    _refuse_imports(name_or_path, find_file(name_or_path, "adapter_config.json", subfolder, **kwargs))
     wrapped = PeftModel.from_pretrained(drafter, str(Path(path).parent))
     wanted = _adapter_state(drafter).keys()
     refuse_other_tensors(name_or_path, wanted - found, found - wanted)
     return wrapped
+
+
+def _refuse_imports(name_or_path: str, config_path: str | None):
+    """PEFT imports the module that `megatron_core` names, which may lie in the working folder."""
+    if config_path is None:
+        raise OSError(f"{name_or_path!r} has an adapter without its adapter_config.json: save it again.")
+    with open(config_path, encoding="utf-8") as file:
+        if json.load(file).get("megatron_config"):
+            raise ValueError(
+                f"adapter_config.json of {name_or_path!r} sets megatron_config, which makes PEFT import modules by "
+                f"name: do not trust this adapter, or take that line out."
+            )
 
 
 def _adapter_state(drafter: PreTrainedModel) -> dict[str, torch.Tensor]:
