@@ -26,6 +26,7 @@ from .static_cache import GrowingStaticCache
 _OPTIONS = {"cpp_wrapper": True, "size_asserts": False, "cpp.dynamic_threads": True}
 # Reports what cannot be traced as errors of its own, with a traceback.
 _FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
+_IDLE_HOOKS = "transformers.utils.output_capturing"
 _compiling = threading.Lock()
 
 
@@ -124,12 +125,23 @@ def signature_of(layer: nn.Module) -> tuple:
     """
     parts = []
     for name, module in layer.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):
+        if has_hooks(module):
             raise NotServedError(f"{name or 'a layer'} carries hooks")
-        plain = {key: value for key, value in vars(module).items() if key != "layer_idx" and _is_plain(value)}
+        plain = {
+            key: value
+            for key, value in vars(module).items()
+            if key != "layer_idx" and not key.endswith("_hooks") and _is_plain(value)
+        }
         parts.append((name, type(module), repr(plain)))
     parts += [(name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in _tensors_of(layer)]
     return tuple(parts)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a graph in the module's place would leave hooks uncalled."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    # Those that transformers leaves behind where hidden states were asked for once are idle otherwise.
+    return hasattr(module, "_hf_hook") or any(getattr(hook, "__module__", None) != _IDLE_HOOKS for hook in hooks)
 
 
 @contextlib.contextmanager
@@ -207,4 +219,4 @@ def _keep_packable(graph: torch.fx.GraphModule) -> set[int]:
     return packed
 
 
-__all__ = ["LayerGraph", "NotServedError", "signature_of"]
+__all__ = ["LayerGraph", "NotServedError", "has_hooks", "signature_of"]

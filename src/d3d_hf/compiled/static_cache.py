@@ -71,8 +71,9 @@ class _StorageLayer(CacheLayerMixin):
             self.keys.index_copy_(2, self.positions, key_states)
             self.values.index_copy_(2, self.positions, value_states)
             return self.keys, self.values
-        start, self.length = self.length, self.length + key_states.shape[2]
-        self.reserve(self.length)
+        start, end = self.length, self.length + key_states.shape[2]
+        self.reserve(end)
+        self.length = end
         self.keys[:, :, start : self.length] = key_states
         self.values[:, :, start : self.length] = value_states
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]

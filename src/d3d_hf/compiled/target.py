@@ -18,7 +18,7 @@ from torch import nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
 from ..backbones import cache_argument, decoder_layers
-from .layer_graph import LayerGraph, NotServedError, signature_of
+from .layer_graph import LayerGraph, NotServedError, has_hooks, signature_of
 from .packed_weights import PackedWeights, can_pack, packed_linear, version_of
 from .static_cache import MIN_CAPACITY, GrowingStaticCache, capacity_for
 
@@ -282,7 +282,7 @@ class CompiledTarget:
         model.eval()
         try:
             while self.reason is None and capacity <= capacity_for(max_context + self._buckets[-1]):
-                cache = GrowingStaticCache(self.num_layers)
+                cache = GrowingStaticCache(self.num_layers, max_length=1)
                 keywords = {self._cache_argument: cache, "use_cache": True, "return_dict": True}
                 model(input_ids=ids, **keywords)
                 for layer in cache.layers:
@@ -327,7 +327,9 @@ class _CompiledLayer(nn.Module):
             compiled, gap_to = compiled[0], expected[0]
         else:
             gap_to = expected
-        norm = gap_to.float().norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)  # padding may be embedded as zero
+        norm = (
+            gap_to.float().norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+        )  # padding may be embedded as zero
         gap = ((compiled - gap_to).float().norm(dim=-1) / norm).max()
         if not gap <= _TOLERANCES[gap_to.dtype]:
             raise NotServedError(f"layer {self._index} and its graph differ by {gap:.2g} of the hidden state")
@@ -385,7 +387,7 @@ def _with_layers(model: PreTrainedModel, layers: list[nn.Module], packed: Packed
     new_base = _sharing(base, {name: nn.ModuleList(layers)})
     changes = {name: new_base for name, child in model.named_children() if child is base}
     head = model.get_output_embeddings()
-    if type(head) is nn.Linear and can_pack(head.weight) and not head._forward_hooks and not head._forward_pre_hooks:
+    if type(head) is nn.Linear and can_pack(head.weight) and not has_hooks(head):
         changes |= {name: _PackedHead(head, packed) for name, child in model.named_children() if child is head}
     return _sharing(model, changes)
 
