@@ -82,6 +82,7 @@ def plot_report(report: Mapping, path: str):
             low, high = zip(*(point[interval] for point in points))
             axis.fill_between(depths, low, high, alpha=0.2)
         axis.set_xlabel("layers removed")
+        axis.xaxis.get_major_locator().set_params(integer=True)
 
     curve(axes["acceptance"], "acceptance_length", interval="acceptance_interval")
     axes["acceptance"].set_title("acceptance length")
