@@ -180,7 +180,7 @@ def main():
     torch.set_num_threads(args.threads)
     results = {"scoring": measure_scoring, "depths": measure_depths}[args.part](args)
     if args.output:
-        command = [os.path.basename(part) if os.path.exists(part) else part for part in sys.argv]
+        command = [os.path.basename(part) if os.path.isabs(part) else part for part in sys.argv]
         with open(args.output, "w", encoding="utf-8") as file:
             json.dump({**provenance(command), "settings": {"threads": args.threads}, **results}, file, indent=1)
             file.write("\n")

@@ -517,7 +517,16 @@ def run(rows, tmp_path, capsys, monkeypatch):
     drafter_of().save_pretrained(tmp_path / "drafter")
 
     def run(*argv, calibration=("a.jsonl", "b.jsonl")):
-        argv = ["prune", "--drafter", "drafter", "--calibration", *calibration, "--output", "out", *map(str, argv)]
+        argv = [
+            "prune",
+            "--drafter",
+            "drafter",
+            "--calibration",
+            *map(str, calibration),
+            "--output",
+            "out",
+            *map(str, argv),
+        ]
         status = main(argv)
         output = capsys.readouterr()
         return status, output.out, output.err
@@ -527,7 +536,7 @@ def run(rows, tmp_path, capsys, monkeypatch):
 
 def test_the_command(run, tmp_path):
     options = ("--calibration-rows", 3, "--evaluation-rows", 2, "--positions", 6, "--compare", "all")
-    status, out, err = run("--remove", 2, *options)
+    status, out, err = run("--remove", 2, *options, calibration=(tmp_path / "a.jsonl", "b.jsonl"))
     assert status == 0, err
     report = json.loads((tmp_path / "out" / "pruning_report.json").read_text())
     assert report["data"]["calibration"] == {"a": 3, "b": 3} and report["data"]["evaluation"] == {"a": 2, "b": 2}
