@@ -16,6 +16,12 @@ from lossless import assert_same, generate, prompt_of
 from test_sampling import LAWS, NUM_TESTS, VOCAB_SIZE, transition_p_value, transitions
 
 
+@pytest.fixture(autouse=True)
+def _whole_vocabulary(monkeypatch):
+    """Unless a test says otherwise no token is left out of a law."""
+    monkeypatch.setattr(drafting_session, "CHAIN_CANDIDATES", 128)
+
+
 def perturb(drafter, scale=0.3, seed=0):
     """Gives the head something to say: it begins as no correction."""
     generator = torch.Generator().manual_seed(seed)
@@ -107,17 +113,29 @@ def test_several_blocks_of_a_batch_are_corrected_apart_from_each_other():
 def test_a_few_candidates_have_the_logits_of_the_whole_vocabulary(architecture):
     """Where logits are scaled (Granite) the whole way is taken; elsewhere the candidates' rows of the head suffice."""
     drafter = drafter_of("llama") if architecture == "llama" else granite_drafter()
-    hidden, correction = torch.randn(2, drafter.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    hidden, correction = torch.randn(2, 3, drafter.config.hidden_size, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        before, after = drafter.project(hidden[None])[0], drafter.project((hidden + correction)[None])[0]
-        tokens, logits = drafter.correct(before, hidden, correction, num_candidates=9)
-        everything, whole = drafter.correct(before, hidden, correction, num_candidates=None)
-    torch.testing.assert_close(logits, after[tokens], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(whole, after)
-    assert everything.tolist() == list(range(67))
-    if architecture == "llama":
-        assert set(tokens.tolist()) == set(before.topk(9).indices.tolist())
+        before, after = drafter.project(hidden), drafter.project(hidden + correction)
+        shortlist = drafter.shortlist(before, num_candidates=9)
+        assert drafter.shortlist(before, num_candidates=67) is None
+    if architecture == "granite":
+        assert shortlist is None
+        return
+    tokens, logits, rows = shortlist
+    torch.testing.assert_close(logits + (rows @ correction[..., None])[..., 0], after.gather(1, tokens))
+    assert tokens.tolist() == before.topk(9).indices.tolist()
     assert not torch.allclose(before, after, atol=0.01)
+
+
+def test_without_a_shortlist_the_whole_vocabulary_is_corrected():
+    drafter = granite_drafter()
+    text = prompt_of(9)
+    draft = DraftingSession(drafter, SoftChooser()).draft(text[0], 5)
+    layout = lay_out(9, torch.tensor([[8]]), (7,))
+    ids = torch.cat([text, torch.zeros(1, 7, dtype=torch.long)], dim=1)
+    standing = torch.cat([torch.full((1, 9), -1), draft.tokens[None], torch.full((1, 2), -1)], dim=1)
+    expected = laws_by_definition(drafter, ids, standing, layout)[8:13]
+    torch.testing.assert_close(draft.law, expected, atol=1e-4, rtol=1e-4)
 
 
 def granite_drafter():

@@ -42,26 +42,29 @@ class ChainedHead(nn.Module):
         else:
             initialization.normal_(linear.weight, std=linear.in_features**-0.5)
 
-    def inputs(self, hidden_states: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
-        """What enters the state at each slot: `(..., hidden)` and the embeddings there to `(..., size)`."""
-        shape = hidden_states.shape[-1:]
-        return self.hidden_in(F.layer_norm(hidden_states, shape)) + self.token_in(F.layer_norm(embeds, shape))
+    def hidden_part(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What slots' hidden states put into the state: `(..., hidden)` to `(..., size)`."""
+        return self.hidden_in(F.layer_norm(hidden_states, hidden_states.shape[-1:]))
+
+    def token_part(self, embeds: torch.Tensor) -> torch.Tensor:
+        """What the embeddings of the tokens at the slots put into it: `(..., hidden)` to `(..., size)`."""
+        return self.token_in(F.layer_norm(embeds, embeds.shape[-1:]))
 
     def step(
-        self, hidden_state: torch.Tensor, embed: torch.Tensor, state: torch.Tensor | None
+        self, hidden_part: torch.Tensor, embed: torch.Tensor, state: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         One slot.
 
         Args:
-            hidden_state (`torch.Tensor` of shape `(hidden,)`): The slot's.
+            hidden_part (`torch.Tensor` of shape `(size,)`): Of the slot's hidden state.
             embed (`torch.Tensor` of shape `(hidden,)`): Embedding of the token that stands at the slot.
             state (`torch.Tensor` of shape `(size,)`, *optional*): After the slot before; `None` at the first.
 
         Returns:
             The correction of shape `(hidden,)` and the state after the slot.
         """
-        entering = self.inputs(hidden_state, embed)
+        entering = hidden_part + self.token_part(embed)
         state = F.silu(entering if state is None else entering + self.recurrent(state))
         return self.out(state), state
 
@@ -86,7 +89,7 @@ class ChainedHead(nn.Module):
         depths = depths[slots]
         branches = (depths == 0).cumsum(0) - 1
         hidden, chained = hidden_states[:, slots], is_chained[:, slots, None]
-        entering = self.inputs(hidden, embeds[:, slots])
+        entering = self.hidden_part(hidden) + self.token_part(embeds[:, slots])
 
         state = entering.new_zeros(entering.shape[0], int(branches[-1]) + 1, entering.shape[2])
         corrections = torch.zeros_like(hidden)

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 # Context tokens of one pass: bounds the mask of a long prompt's prefill to this many rows.
 MAX_CONTEXT_PER_PASS = 1024
 # Tokens that a chained head chooses among at each slot.
-CHAIN_CANDIDATES = 128
+CHAIN_CANDIDATES = 64
 
 
 @dataclass
@@ -224,11 +224,16 @@ class DraftingSession:
         else:
             standing = torch.tensor([bonus], device=logits.device)
         embed = self._drafter.get_input_embeddings()
-        logits = logits[:, : self._drafter.config.vocab_size]
-        for row in range(len(tokens), num_tokens):
-            correction, state = head.step(hidden_states[row], embed(self._embeddable(standing))[0], state)
-            corrected = self._drafter.correct(logits[row], hidden_states[row], correction, CHAIN_CANDIDATES)
-            standing, law = self._chooser.choose_among(*corrected)
+        slots = slice(len(tokens), num_tokens)
+        hidden_states, logits = hidden_states[slots], logits[slots, : self._drafter.config.vocab_size]
+        parts, shortlist = head.hidden_part(hidden_states), self._drafter.shortlist(logits, CHAIN_CANDIDATES)
+        for slot in range(hidden_states.shape[0]):
+            correction, state = head.step(parts[slot], embed(self._embeddable(standing))[0], state)
+            if shortlist is None:
+                standing, law = self._chooser.choose(self._drafter.project((hidden_states[slot] + correction)[None]))
+            else:
+                candidates, values, rows = (part[slot] for part in shortlist)
+                standing, law = self._chooser.choose_among(candidates, values + rows @ correction)
             tokens.append(standing)
             laws.append(law)
         return Draft(torch.cat(tokens), None if laws[0] is None else torch.cat(laws))

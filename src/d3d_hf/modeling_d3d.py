@@ -369,7 +369,8 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
             hidden_states = hidden_states[logits_to_keep]
         else:
             hidden_states = hidden_states[:, logits_to_keep]
-        return CausalLMOutputWithPast(logits=self.project(hidden_states), hidden_states=(hidden_states,))
+        logits = self.project(hidden_states, getattr(cache, "backbone", None))
+        return CausalLMOutputWithPast(logits=logits, hidden_states=(hidden_states,))
 
     def _run_backbone(self, embeds: torch.Tensor, layout: PackedLayout, cache, **kwargs) -> torch.Tensor:
         """The last hidden states of a pass, from a compiled graph if the cache brings one that serves it."""
@@ -410,41 +411,42 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
             raise ImportError("Compiling needs the d3d_hf package: pip install d3d_hf") from error
         warm_up(self, max_context)
 
-    def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def project(self, hidden_states: torch.Tensor, backbone: nn.Module | None = None) -> torch.Tensor:
         """
         The backbone's own way from last hidden states to logits, its scales and soft caps included.
 
         Args:
             hidden_states (`torch.Tensor` of shape `(..., hidden)`): As the base model returns them.
+            backbone (`nn.Module`, *optional*): A stand-in for the backbone that gives the same, compiled.
 
         Returns:
             `torch.Tensor` of shape `(..., embedding_rows)`.
         """
-        head = copy.copy(self._backbone)
-        object.__setattr__(head, "_modules", {**self._modules, self.base_model_prefix: _GivenHiddenStates()})
+        head = copy.copy(self._backbone if backbone is None else backbone)
+        object.__setattr__(head, "_modules", {**head._modules, self.base_model_prefix: _GivenHiddenStates()})
         rows = hidden_states.reshape(1, -1, hidden_states.shape[-1])
         return head(inputs_embeds=rows, use_cache=False).logits.unflatten(1, hidden_states.shape[:-1])[0]
 
-    def correct(
-        self, logits: torch.Tensor, hidden_state: torch.Tensor, correction: torch.Tensor, num_candidates: int | None
-    ) -> tuple[torch.LongTensor, torch.Tensor]:
+    def shortlist(
+        self, logits: torch.Tensor, num_candidates: int
+    ) -> tuple[torch.LongTensor, torch.Tensor, torch.Tensor] | None:
         """
-        Logits of one row whose hidden state is corrected, for the tokens that were likeliest before: where the head is
-        a plain matrix, only their rows of it are read.
+        The likeliest tokens of each row, with what it takes to correct their logits when a row's hidden state is
+        corrected: a candidate's logit changes by its row of the head times the correction.
 
         Args:
-            logits (`torch.Tensor` of shape `(embedding_rows or less,)`): Before the correction.
-            hidden_state, correction (`torch.Tensor` of shape `(hidden,)`): Last hidden state, and what to add to it.
-            num_candidates (`int`, *optional*): How many tokens; `None` for the whole vocabulary.
+            logits (`torch.Tensor` of shape `(rows, vocab)`): Before the correction.
+            num_candidates (`int`): Tokens per row.
 
         Returns:
-            Token ids of shape `(candidates,)` and their logits.
+            Tokens and their logits, both of shape `(rows, num_candidates)`, and their rows of the head, `(rows,
+            num_candidates, hidden)`; `None` where that is no way to correct, since the head is not a plain matrix, or
+            the vocabulary is no larger.
         """
-        if num_candidates is not None and num_candidates < logits.shape[0] and self._has_plain_head():
-            tokens = logits.topk(num_candidates).indices
-            return tokens, logits[tokens] + self.get_output_embeddings().weight[tokens] @ correction
-        tokens = torch.arange(logits.shape[0], device=logits.device)
-        return tokens, self.project((hidden_state + correction)[None])[0, : logits.shape[0]]
+        if num_candidates >= logits.shape[1] or not self._has_plain_head():
+            return None
+        values, tokens = logits.topk(num_candidates)
+        return tokens, values, self.get_output_embeddings().weight[tokens]
 
     def _has_plain_head(self) -> bool:
         """Whether logits are linear in the hidden state with the head's matrix: no scale, no soft cap, not packed."""

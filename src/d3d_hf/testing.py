@@ -184,7 +184,7 @@ class ScriptedDrafter(D3DDrafterForCausalLM):
         hidden_states = hidden_states[:, rows]
         return CausalLMOutputWithPast(logits=self.project(hidden_states), hidden_states=(hidden_states,))
 
-    def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def project(self, hidden_states: torch.Tensor, backbone=None) -> torch.Tensor:
         """Reads the planned token out of the first channel."""
         logits = torch.zeros(*hidden_states.shape[:-1], self.config.vocab_size)
         return logits.scatter(-1, hidden_states[..., :1].round().long(), 30.0)

@@ -176,7 +176,7 @@ class PackedSession(DraftingSession):
     @torch.no_grad()
     def logits_of(self, drafts: PackedDrafts, branch: int) -> torch.Tensor:
         """The logits of one branch's slots, shape `(block_size, embedding_rows)`; on the caller's thread."""
-        return self._drafter.project(drafts.hidden_states[branch])
+        return self._drafter.project(drafts.hidden_states[branch], getattr(self._cache, "backbone", None))
 
     def draft_of(self, drafts: PackedDrafts, branch: int, bonus: int, num_tokens: int, logits: torch.Tensor) -> Draft:
         """The draft of one branch, from its slots' logits and the bonus that turned up; on the caller's thread."""

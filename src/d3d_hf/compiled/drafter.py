@@ -83,6 +83,10 @@ class CompiledDrafter(CompiledTarget):
     def __init__(self, drafter):
         super().__init__(drafter._backbone, pass_buckets(drafter.config.block_size))
 
+    @property
+    def backbone(self):
+        return self._stand_in
+
     def run(self, cache: "DraftingCache", embeds: torch.Tensor, layout: PackedLayout) -> torch.Tensor | None:
         """The last hidden states of a pass, of shape `(1, tokens, hidden)`, or `None` where it must run eagerly."""
         num_tokens = embeds.shape[1]
@@ -160,6 +164,11 @@ class DraftingCache(GrowingStaticCache):
     @property
     def is_compiling(self) -> bool:
         return self._compiled.is_compiling
+
+    @property
+    def backbone(self):
+        """What projects hidden states, over a packed head where there is one."""
+        return self._compiled.backbone
 
     def run_pass(self, embeds: torch.Tensor, layout: PackedLayout) -> torch.Tensor | None:
         """See [`CompiledDrafter.run`]."""
