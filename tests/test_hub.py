@@ -91,6 +91,7 @@ def run_python(code, hub, home, **environment):
         "HF_TOKEN": "hf_of_nobody",
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
+        "OMP_NUM_THREADS": "1",
         "PATH": "",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         **environment,
