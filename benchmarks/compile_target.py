@@ -96,6 +96,7 @@ def time_generation(targets: dict, tokenizer, args) -> list[dict]:
     keywords = {"plain": {}, "prompt-lookup": {"prompt_lookup_num_tokens": 10}}
     if args.drafter is not None:
         drafter = D3DDrafterForCausalLM.from_pretrained(args.drafter, dtype=targets["eager"].dtype)
+        drafter.generation_config.drafting_mode = "sync"
         keywords["d3d-sync"] = {"assistant_model": drafter}
     answers = {(method, side): [] for method in keywords for side in SIDES}
     lines = args.prompts.read_text(encoding="utf-8").splitlines()[args.first :][: args.max_samples]
