@@ -62,11 +62,11 @@ def count_eager(drafter, seconds: float):
 
 def pass_buckets(block_size: int) -> tuple[int, ...]:
     """
-    Tokens of static passes: a synchronous draft after a verification; a packed pass with a masked branch for every
-    verdict; and twice and four times as many, for guesses.
+    Tokens of static passes: a synchronous draft after a verification that accepted up to half of a block, and after
+    any; a packed pass with a masked branch for every verdict; and twice and four times as many, for guesses.
     """
-    synchronous, packed = 2 * block_size, (block_size + 1) ** 2
-    return (synchronous, packed, 2 * packed, 4 * packed)
+    packed = (block_size + 1) ** 2
+    return (block_size + block_size // 2, 2 * block_size, packed, 2 * packed, 4 * packed)
 
 
 class CompiledDrafter(CompiledTarget):
@@ -136,7 +136,7 @@ class CompiledDrafter(CompiledTarget):
             num_packed (`int`, *optional*): Tokens of a packed pass; `None` for synchronous drafts alone.
         """
         self.refresh(drafter._backbone)
-        sizes = [2 * drafter.config.block_size]
+        sizes = list(self._buckets[:2])
         if num_packed is not None:
             sizes += [bucket for bucket in self._buckets if bucket >= num_packed][:1]
         capacity = MIN_CAPACITY
