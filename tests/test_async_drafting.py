@@ -20,6 +20,7 @@ from d3d_hf import D3DDrafterForCausalLM, D3DTrainer, D3DTrainingArguments
 from d3d_hf.async_drafting import (
     AsyncCandidateGenerator,
     Branch,
+    Calibration,
     InlineWorker,
     PackedSession,
     ThreadWorker,
@@ -108,12 +109,33 @@ def test_every_branch_equals_an_unpacked_forward(architecture, guess_source):
 
 def test_plans_put_a_masked_branch_for_every_verdict_first():
     guesses = [[1, 2], [3], [4, 5]]
-    plan = plan_branches(2, guesses)
-    assert plan[:3] == [Branch(2), Branch(1), Branch(0)]
+    plan = plan_branches(guesses)
+    assert set(plan[:3]) == {Branch(2), Branch(1), Branch(0)}
     assert set(plan[3:]) == {Branch(0, 1), Branch(0, 2), Branch(1, 3), Branch(2, 4), Branch(2, 5)}
-    assert plan_branches(2, guesses, max_branches=4, num_seen=[9, 0, 3]) == [
-        Branch(0), Branch(2), Branch(1), Branch(0, 1),
-    ]  # fmt: skip
+
+
+def test_with_a_budget_the_likeliest_verdicts_come_first_and_guesses_where_they_pay():
+    guesses = [[1, 2], [3], [4, 5]]
+    plan = plan_branches(guesses, max_branches=4, verdict_chances=[0.7, 0.05, 0.25])
+    assert plan == [Branch(0), Branch(2), Branch(0, 1), Branch(2, 4)]
+    assert plan_branches([[], [], []], max_branches=2, verdict_chances=[0.1, 0.5, 0.4]) == [Branch(1), Branch(2)]
+
+
+def test_verdict_chances_are_learned_from_verdicts():
+    """A drafter that is always sure and mostly wrong is no longer believed."""
+    calibration = Calibration()
+    before = calibration.verdict_chances([0.9, 0.9])
+    assert before == pytest.approx([0.1, 0.09, 0.81])
+    for _ in range(50):
+        calibration.record([0.9, 0.9], num_accepted=0)
+    after = calibration.verdict_chances([0.9, 0.9])
+    assert after[0] > 0.9 and sum(after) == pytest.approx(1)
+    calibration = Calibration()
+    for _ in range(50):
+        calibration.record([0.3, 0.3], num_accepted=2)  # and one that is too modest is believed more
+    assert calibration.verdict_chances([0.3, 0.3])[2] > 0.85
+    assert calibration.verdict_chances([0.9])[1] == pytest.approx(0.9), "other confidences are another matter"
+    assert calibration.verdict_chances([]) == [1.0]
 
 
 def test_a_rejected_token_is_never_its_own_guess():

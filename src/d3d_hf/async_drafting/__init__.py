@@ -3,7 +3,8 @@
 from .auto import AutoCandidateGenerator
 from .generator import AsyncCandidateGenerator
 from .mode_selector import ModeSelector
-from .packed_drafts import Branch, PackedDrafts, PackedSession, plan_branches
+from .packed_drafts import PackedDrafts, PackedSession
+from .planner import Branch, Calibration, plan_branches
 from .worker import InlineWorker, ThreadWorker
 
 
@@ -11,6 +12,7 @@ __all__ = [
     "AsyncCandidateGenerator",
     "AutoCandidateGenerator",
     "Branch",
+    "Calibration",
     "InlineWorker",
     "ModeSelector",
     "PackedDrafts",

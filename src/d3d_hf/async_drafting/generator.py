@@ -10,6 +10,7 @@ from ..candidate_generator import D3DCandidateGenerator
 from ..drafting_session import Draft
 from ..fallbacks import execution_device
 from .packed_drafts import PackedSession, guesses_without
+from .planner import Calibration
 from .worker import CpuThreadShare, ThreadWorker
 
 
@@ -45,7 +46,7 @@ class AsyncCandidateGenerator(D3DCandidateGenerator):
         self._text_length = 0  # committed tokens when it was submitted
         self._last_draft = []
         self._branch_logits = None
-        self._num_seen = [0] * (self._block_size + 1)
+        self._calibration, self._confidences = Calibration(), []
 
     def _make_session(self, drafter) -> PackedSession:
         options = self.options
@@ -79,7 +80,7 @@ class AsyncCandidateGenerator(D3DCandidateGenerator):
         if not is_verdict or drafts.round_id != self._round_id:
             self._count_hit("none")
             return None
-        self._num_seen[num_accepted] += 1
+        self._calibration.record(self._confidences, num_accepted)
         branch = drafts.choose(num_accepted, new_tokens[-1])
         if branch is None:
             self._count_hit("none")
@@ -115,9 +116,11 @@ class AsyncCandidateGenerator(D3DCandidateGenerator):
         if not self._session.has_room_for(text.shape[0] + self._block_size):
             return
         options = self.options
-        max_branches = None
+        max_branches = verdict_chances = None
         if options.draft_slot_budget is not None:
             max_branches = options.draft_slot_budget // self._block_size
+            self._confidences = self._confidences_in(draft)
+            verdict_chances = self._calibration.verdict_chances(self._confidences)
         # The job knows the session, not this generator, so that a generator that is dropped can end the worker.
         job = functools.partial(
             self._session.pack,
@@ -127,9 +130,16 @@ class AsyncCandidateGenerator(D3DCandidateGenerator):
             num_guesses=options.num_bonus_guesses,
             slot_guesses=self._slot_guesses() if options.bonus_guess_source == "slots" else None,
             max_branches=max_branches,
-            num_seen=list(self._num_seen),
+            verdict_chances=verdict_chances,
         )
         self._pending = self._worker.submit(job)
+
+    def _confidences_in(self, draft: Draft) -> list[float]:
+        """The drafter's probability of each token under verification, before any correction; even odds if unknown."""
+        if self._branch_logits is None:
+            return [0.5] * len(draft)
+        probabilities = self._branch_logits[: len(draft)].float().softmax(-1)
+        return probabilities.gather(-1, draft.tokens[:, None].to(probabilities.device))[:, 0].tolist()
 
     def _slot_guesses(self) -> list[list[int]]:
         """Guesses of the bonus from the laws of the draft under verification; none where it has no law."""

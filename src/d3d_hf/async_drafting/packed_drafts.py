@@ -1,4 +1,4 @@
-"""Drafts for every possible verdict at once: which branches a packed pass gets, and the pass itself.
+"""Drafts for every possible verdict at once.
 
 While the target verifies `d_1..d_g` after the last committed token, the drafter runs one pass over these tokens as
 context, with branches that hang on each place where the verification may end. A *masked* branch is all mask slots;
@@ -15,14 +15,7 @@ import torch
 from ..drafting_session import MAX_CONTEXT_PER_PASS, Draft, DraftingSession
 from ..packing import lay_out
 from ..verification import fit_vocabulary
-
-
-@dataclass(frozen=True)
-class Branch:
-    """A branch for the verdict that accepts `num_accepted` tokens: masked, or for one guess of the bonus."""
-
-    num_accepted: int
-    guess: int | None = None
+from .planner import Branch, plan_branches
 
 
 @dataclass
@@ -47,34 +40,6 @@ class PackedDrafts:
             if branch in self.branches:
                 return self.branches.index(branch)
         return None
-
-
-def plan_branches(
-    draft_length: int,
-    guesses: Sequence[Sequence[int]],
-    max_branches: int | None = None,
-    num_seen: Sequence[int] = (),
-) -> list[Branch]:
-    """
-    Which branches to draft: a masked one for every verdict, then guesses, likelier verdicts first.
-
-    Args:
-        draft_length (`int`): Tokens under verification.
-        guesses (sequence of sequences of `int`): For each number of accepted tokens, guessed bonuses, best first.
-        max_branches (`int`, *optional*): At most so many.
-        num_seen (sequence of `int`, *optional*): How often each number of accepted tokens has come up so far.
-    """
-
-    def seen(num_accepted):
-        return num_seen[num_accepted] if num_accepted < len(num_seen) else 0
-
-    verdicts = sorted(range(draft_length + 1), key=lambda accepted: (-seen(accepted), -accepted))
-    branches = [Branch(accepted) for accepted in verdicts]
-    for rank in range(max((len(tokens) for tokens in guesses), default=0)):
-        branches += [
-            Branch(accepted, guesses[accepted][rank]) for accepted in verdicts if rank < len(guesses[accepted])
-        ]
-    return branches[:max_branches]
 
 
 def guesses_without(candidates: torch.LongTensor, rejected: Sequence[int], num_guesses: int) -> list[list[int]]:
@@ -105,7 +70,7 @@ class PackedSession(DraftingSession):
         num_guesses: int = 0,
         slot_guesses: list[list[int]] | None = None,
         max_branches: int | None = None,
-        num_seen: Sequence[int] = (),
+        verdict_chances: Sequence[float] | None = None,
     ) -> PackedDrafts:
         """
         Drafts the block after each possible verdict on the tokens after `text[:num_committed]`.
@@ -117,19 +82,19 @@ class PackedSession(DraftingSession):
             num_guesses (`int`, *optional*, defaults to 0): Guesses of the bonus for each verdict.
             slot_guesses (`list[list[int]]`, *optional*):
                 Guesses for each verdict; by default they come from a first small forward over the context.
-            max_branches, num_seen: As in [`plan_branches`].
+            max_branches, verdict_chances: As in [`plan_branches`].
         """
         self._open()
         start = time.perf_counter()
         try:
-            return self._pack(text, num_committed, round_id, num_guesses, slot_guesses, max_branches, num_seen)
+            return self._pack(text, num_committed, round_id, num_guesses, slot_guesses, max_branches, verdict_chances)
         except BaseException:
             self.close()
             raise
         finally:
             self._drafting_seconds += time.perf_counter() - start
 
-    def _pack(self, text, num_committed, round_id, num_guesses, slot_guesses, max_branches, num_seen):
+    def _pack(self, text, num_committed, round_id, num_guesses, slot_guesses, max_branches, verdict_chances):
         drafter, size = self._drafter, self._drafter.config.block_size
         draft = text[num_committed:].tolist()
         context = self._rewind_to(text, most=num_committed - 1).to(self._device)
@@ -143,7 +108,7 @@ class PackedSession(DraftingSession):
             candidates = logits.topk(min(num_guesses + 1, logits.shape[-1])).indices
             guesses = guesses_without(candidates, draft, num_guesses)
             context = context[:0]
-        branches = plan_branches(len(draft), guesses, max_branches, num_seen)
+        branches = plan_branches(guesses, max_branches, verdict_chances)
 
         anchors = [num_committed - 1 + branch.num_accepted for branch in branches]
         shown = [int(branch.guess is not None) for branch in branches]
@@ -184,4 +149,4 @@ class PackedSession(DraftingSession):
         return self.choose(drafts.hidden_states[branch], logits, num_tokens, bonus=None if seen else bonus)
 
 
-__all__ = ["Branch", "PackedDrafts", "PackedSession", "guesses_without", "plan_branches"]
+__all__ = ["PackedDrafts", "PackedSession", "guesses_without"]
