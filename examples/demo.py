@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import itertools
 import time
 from pathlib import Path
 
@@ -28,9 +29,16 @@ def main():
     drafter, about_drafter = load_drafter(target)
     print(f"Target and drafter: {target.dtype}, on {device}.\nDrafter: {about_drafter}\n")
 
+    compiled = None
+    if device == "cpu" and not args.no_compile:
+        print("Compiling a layer of each (some seconds, less once Inductor's cache is warm) ...\n", flush=True)
+        max_context = 256 + args.max_new_tokens
+        drafter.warmup(max_context)
+        compiled = d3d_hf.compile_target(copy.deepcopy(target), draft_lengths=(8,), max_context=max_context)
+
     question = encode(tokenizer, PROMPTS[0], device)
-    for assistant in (None, drafter):
-        generate(target, question, max_new_tokens=8, assistant_model=assistant)  # warm-up
+    for model, assistant in itertools.product(filter(None, (target, compiled)), (None, drafter)):
+        generate(model, question, max_new_tokens=8, assistant_model=assistant)  # warm-up
 
     for prompt in args.prompt or PROMPTS:
         inputs = encode(tokenizer, prompt, device)
@@ -40,6 +48,10 @@ def main():
         print(f"  Identical ids:    {compare(target, tokenizer, inputs['input_ids'][0], plain_ids, drafted_ids)}")
         print(f"  Without drafter:  {len(plain_ids) / plain_s:6.1f} tokens/s ({len(plain_ids)} tokens)")
         print(f"  With drafter:     {len(drafted_ids) / drafted_s:6.1f} tokens/s ({len(drafted_ids)} tokens)")
+        if compiled is not None:
+            for name, assistant in (("Compiled, without:", None), ("Compiled, with:", drafter)):
+                ids, seconds = generate(compiled, inputs, args.max_new_tokens, assistant_model=assistant)
+                print(f"  {name:17} {len(ids) / seconds:6.1f} tokens/s ({len(ids)} tokens)")
         print_stats(drafter.last_generation_stats, block_size=drafter.config.block_size)
 
 
@@ -47,6 +59,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompt", action="append", help="a question; may be given several times")
     parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--no-compile", action="store_true", help="on the CPU: leave everything eager")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto is bfloat16")
     args = parser.parse_args()
     if args.max_new_tokens < 1:

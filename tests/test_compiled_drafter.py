@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ def drafts_of(drafter, compile_drafter, seed=0, rounds=8):
     for length in range(rounds):
         torch.manual_seed(length)
         session._chooser = SoftChooser()
+        session.prepare()
         draft = session.draft(text, 4)
         laws.append((draft.tokens, draft.law))
         text = torch.cat([text, torch.randint(2, 67, (1 + length % 5,), generator=generator)])
@@ -143,3 +145,53 @@ def test_buckets_hold_the_usual_passes():
     for block_size in (1, 2, 3, 16):
         assert list(pass_buckets(block_size)) == sorted(set(pass_buckets(block_size)))
         assert pass_buckets(block_size)[1] >= 2 * block_size
+
+
+def test_autocast_and_inference_mode_are_no_hindrance():
+    """Under autocast keys and values come in two dtypes, so passes run eagerly; afterwards compiled again."""
+    target = tiny_model("llama", seed=5, initializer_range=0.2, num_layers=2)
+    drafter = drafter_of()
+    drafter.generation_config.drafting_mode = "sync"
+    drafter.generation_config.on_draft_error = "raise"
+    drafter.warmup(max_context=200)
+    state, prompt = compiled_drafter(drafter), prompt_of()
+    before = state.num_static_passes
+    with torch.autocast("cpu", torch.bfloat16):
+        generate(target, prompt, drafter, max_new_tokens=60)
+    assert state.num_static_passes == before
+    reference = generate(target, prompt, max_new_tokens=60).tolist()
+    with torch.inference_mode():
+        drafter.generation_config.drafting_mode = "auto"
+        assert generate(target, prompt, drafter, max_new_tokens=60).tolist() == reference
+    drafter.generation_config.drafting_mode = "sync"
+    assert generate(target, prompt, drafter, max_new_tokens=60).tolist() == reference
+    assert state.num_static_passes > before and state.reason is None
+
+
+def test_compiling_is_not_counted_against_a_mode_or_the_worker(monkeypatch):
+    """However long it takes: a packed pass is not thought to hang, and auto does not think drafting slow."""
+    target = tiny_model("llama", seed=5, initializer_range=0.2, num_layers=2)
+    prompt, threads = prompt_of(), set()
+    make_ready = compiled.CompiledDrafter.make_ready
+
+    def watched(self, drafter, sizes):
+        threads.add(threading.current_thread())
+        return make_ready(self, drafter, sizes)
+
+    monkeypatch.setattr(compiled.CompiledDrafter, "make_ready", watched)
+    for mode in ("async", "auto"):
+        drafter = drafter_of()
+        options = drafter.generation_config
+        options.drafting_mode, options.compile_drafter, options.on_draft_error = mode, True, "raise"
+        options.num_bonus_guesses = 0
+        assert generate(target, prompt, drafter).tolist() == generate(target, prompt).tolist()
+        assert compiled_drafter(drafter).ready
+    assert threads == {threading.current_thread()}
+
+
+@pytest.mark.parametrize("value", [1, 0, "yes", 1.0])
+def test_the_option_is_checked(value):
+    drafter = drafter_of()
+    drafter.generation_config.compile_drafter = value
+    with pytest.raises(ValueError, match="compile_drafter is .*choose one of"):
+        generate(tiny_model("llama", num_layers=2), prompt_of(), drafter)

@@ -121,6 +121,7 @@ class D3DCandidateGenerator(CandidateGenerator):
 
     def _draft_from(self, context: torch.LongTensor, num_tokens: int) -> Draft | None:
         """The draft after a text without padding, or `None`."""
+        self._session.prepare()
         return self._session.draft(context, num_tokens)
 
     def _prepare_next(self, context: torch.LongTensor, draft: Draft, budget: int):

@@ -89,7 +89,7 @@ class DraftingOptions:
             ("on_draft_error", ERROR_ACTIONS),
         ):
             choices[name] = look_up(name, getattr(cls, name))
-            if choices[name] not in allowed:
+            if choices[name] not in allowed or not isinstance(choices[name], (str, bool)):
                 raise ValueError(f"{name} is {choices[name]!r}: choose one of {allowed}.")
         return cls(
             num_assistant_tokens=min(num_tokens, block_size),

@@ -106,10 +106,20 @@ class DraftingSession:
                 pass
         self._drafting_seconds = 0.0
 
-    @property
-    def is_compiling(self) -> bool:
-        """Whether a pass waits for its graph, which takes seconds, rather than for the device."""
-        return getattr(self._cache, "is_compiling", False)
+    def prepare(self, num_packed: int | None = None):
+        """
+        Compiles what the next passes need and lack, which takes seconds, if the options ask for it. On the caller's
+        thread, while no pass runs.
+
+        Args:
+            num_packed (`int`, *optional*): Tokens of a packed pass at most; `None` for synchronous drafts alone.
+        """
+        if hasattr(self._cache, "prepare"):
+            self._cache.prepare(self._drafter, num_packed)
+
+    def would_pack_compiled(self, num_packed: int) -> bool:
+        """Whether a packed pass runs in the way that synchronous drafts run here: compiled, if they are."""
+        return not hasattr(self._cache, "is_ready_for") or self._cache.is_ready_for(num_packed)
 
     @property
     def num_cached(self) -> int:

@@ -35,14 +35,17 @@ class AutoCandidateGenerator(AsyncCandidateGenerator):
             num_new_tokens = input_ids.shape[1] - self._length_before
             verify_s = now - self._verify_start
             self._selector.record(num_new_tokens, now - self._round_start, verify_s)
-        self._round_start, self._length_before = now, input_ids.shape[1]
         self._mode = self._selector.choose(self._least_async_seconds())
+        if self._pending is None:
+            self._session.prepare()  # before the clock starts: compiling is no part of what a round takes
+        self._round_start, self._length_before = time.perf_counter(), input_ids.shape[1]
         return super()._draft(input_ids, budget)
 
     def _draft_from(self, context: torch.LongTensor, num_tokens: int) -> Draft | None:
         if self._mode == "async" and self._pending is not None:
             return super()._draft_from(context, num_tokens)
         self._discard_pending()
+        self._branch_logits = None
         if self._mode == "none":
             return None
         num_fed = context.shape[0] - self._session.num_cached + self._block_size - 1
@@ -69,14 +72,14 @@ class AutoCandidateGenerator(AsyncCandidateGenerator):
         guessed from those of passes over more and fewer tokens.
         """
         verify_s = self._selector.mean_verify_seconds
-        if verify_s is None or len(self._passes) < 2:
+        num_packed = self.options.num_packed_tokens(self._block_size)
+        if verify_s is None or len(self._passes) < 2 or not self._session.would_pack_compiled(num_packed):
             return None
         num_fed, seconds = min(self._passes[1:], key=lambda fed: fed[1])
         most_fed, most_seconds = self._passes[0]  # the prompt's
         slope = 0.0
         if most_fed > 2 * num_fed:
             slope = max(0.0, (most_seconds - seconds) / (most_fed - num_fed))
-        num_packed = self.options.num_packed_tokens(self._block_size)
         return max(verify_s, seconds + slope * (num_packed - num_fed))
 
 

@@ -17,8 +17,6 @@ from .worker import CpuThreadShare, ThreadWorker
 # A packed pass counts as hung after so many seconds, plus so many times the verification beside it.
 _WAIT_S = 3.0
 _WAIT_VERIFICATIONS = 10.0
-# But a graph may be compiled in it.
-_COMPILE_WAIT_S = 300.0
 
 
 class AsyncCandidateGenerator(D3DCandidateGenerator):
@@ -58,8 +56,6 @@ class AsyncCandidateGenerator(D3DCandidateGenerator):
         return ThreadWorker(device, self._cpu_share.worker_share() if self._shares_cpu else None)
 
     def _draft_from(self, context: torch.LongTensor, num_tokens: int) -> Draft | None:
-        if self._shares_cpu:
-            self._cpu_share.divide()
         return self._selected_draft(context.cpu(), num_tokens)
 
     def _prepare_next(self, context: torch.LongTensor, draft: Draft, budget: int):
@@ -96,14 +92,12 @@ class AsyncCandidateGenerator(D3DCandidateGenerator):
         if self.stats.spans and self._verify_start is not None:
             last_verification_s = time.perf_counter() - self._verify_start
         start = time.perf_counter()
-        while True:
-            try:
-                result = self._worker.take(pending, timeout_s=_WAIT_S + _WAIT_VERIFICATIONS * last_verification_s)
-                break
-            except TimeoutError as error:
-                seconds = time.perf_counter() - start
-                if not self._session.is_compiling or seconds > _COMPILE_WAIT_S:
-                    raise TimeoutError(f"the packed pass did not end within {seconds:.1f} s") from error
+        try:
+            result = self._worker.take(pending, timeout_s=_WAIT_S + _WAIT_VERIFICATIONS * last_verification_s)
+        except TimeoutError as error:
+            if pending.done():  # the pass itself raised it
+                raise
+            raise TimeoutError(f"the packed pass did not end within {time.perf_counter() - start:.1f} s") from error
         self.stats.wait_ms += 1e3 * (time.perf_counter() - start)
         self.stats.spans.append(("draft", result.start_s, result.end_s))
         return result.value
@@ -114,8 +108,12 @@ class AsyncCandidateGenerator(D3DCandidateGenerator):
         self._text_length, self._last_draft = context.shape[0], draft.tokens.tolist()
         text = torch.cat([context, draft.tokens.cpu()])
         if not self._session.has_room_for(text.shape[0] + self._block_size):
+            self._cpu_share.restore()
             return
         options = self.options
+        self._session.prepare(options.num_packed_tokens(self._block_size))
+        if self._shares_cpu:
+            self._cpu_share.divide()
         max_branches = verdict_chances = None
         if options.draft_slot_budget is not None:
             max_branches = options.draft_slot_budget // self._block_size
@@ -157,6 +155,7 @@ class AsyncCandidateGenerator(D3DCandidateGenerator):
         self._pending = None
         if isinstance(error, TimeoutError):
             self._worker.stop(timeout_s=0)  # it hangs: nothing is gained by waiting for it once more
+        self._cpu_share.restore()
         super()._fail(error)
 
     def close(self):

@@ -1,8 +1,9 @@
 """The drafter's passes, compiled: a synchronous draft or a packed pass as one static pass over static KV storage.
 
 A pass is padded to a bucket of tokens and runs through the backbone's own code, with one compiled graph in the place
-of each decoder layer, as the target's does. Prefill, and passes longer than every bucket, run eagerly over the same
-storage. What is compiled belongs to the drafter and serves all its sessions; the storage belongs to a session.
+of each decoder layer, as the target's does. Graphs are made ahead, on the caller's thread: a pass of a size that has
+none, the prefill among them, runs eagerly over the same storage. What is compiled belongs to the drafter and serves
+all its sessions; the storage belongs to a session.
 """
 
 import dataclasses
@@ -12,10 +13,11 @@ import weakref
 import torch
 from transformers import GenerationConfig
 
+from ..backbones import max_draft_positions
 from ..drafting_options import DraftingOptions
 from ..packing import PackedLayout, attention_masks, lay_out
 from .layer_graph import NotServedError
-from .static_cache import MIN_CAPACITY, GrowingStaticCache, capacity_for
+from .static_cache import GrowingStaticCache, capacity_for, first_capacity
 from .target import CompiledTarget
 
 
@@ -44,14 +46,14 @@ def storage_for(drafter, compile_drafter: str | bool) -> "DraftingCache | None":
         compile_drafter (`bool` or `"auto"`):
             `"auto"` compiles once drafting eagerly has lost more time in this process than compiling takes.
     """
-    if compile_drafter == "auto":
-        is_warm = drafter in _known and _known[drafter].num_static_passes > 0
-        compile_drafter = is_warm or _eager_seconds.get(drafter, 0.0) * _SAVED_SHARE > _COMPILE_S
-    if not compile_drafter:
+    is_earned = _eager_seconds.get(drafter, 0.0) * _SAVED_SHARE > _COMPILE_S
+    compiles = compile_drafter is True or (compile_drafter == "auto" and is_earned)
+    is_warm = compile_drafter == "auto" and drafter in _known and bool(_known[drafter].ready)
+    if not compiles and not is_warm:
         return None
     compiled = compiled_drafter(drafter)
     compiled.refresh(drafter._backbone)
-    return None if compiled.reason is not None else DraftingCache(compiled)
+    return None if compiled.reason is not None else DraftingCache(compiled, compiles)
 
 
 def count_eager(drafter, seconds: float):
@@ -78,39 +80,68 @@ class CompiledDrafter(CompiledTarget):
 
     Attributes:
         reason (`str`, *optional*): Why it runs eagerly, if it must.
+        ready (`set[tuple[int, int]]`): Sizes that have their graphs: tokens of a pass, and capacity of the storage.
     """
 
     def __init__(self, drafter):
+        self.ready = set()
         super().__init__(drafter._backbone, pass_buckets(drafter.config.block_size))
 
     @property
     def backbone(self):
         return self._stand_in
 
+    def _build(self, model):
+        self.ready.clear()
+        super()._build(model)
+
+    @property
+    def longest_synchronous(self) -> int:
+        return self._buckets[1]
+
+    def buckets_up_to(self, num_tokens: int) -> list[int]:
+        """The buckets up to the one that holds so many tokens."""
+        shorter = [bucket for bucket in self._buckets if bucket < num_tokens]
+        return list(self._buckets[: len(shorter) + 1])
+
+    def size_of(self, cache: "DraftingCache", num_tokens: int) -> tuple[int, int] | None:
+        """Bucket and capacity of a pass of so many tokens over a session's storage; `None` if it is too long."""
+        bucket = next((bucket for bucket in self._buckets if bucket >= num_tokens), None)
+        if bucket is None:
+            return None
+        length = cache.get_seq_length() + bucket
+        return bucket, cache.capacity if length <= cache.capacity else capacity_for(length)
+
     def run(self, cache: "DraftingCache", embeds: torch.Tensor, layout: PackedLayout) -> torch.Tensor | None:
         """The last hidden states of a pass, of shape `(1, tokens, hidden)`, or `None` where it must run eagerly."""
-        num_tokens = embeds.shape[1]
-        bucket = next((bucket for bucket in self._buckets if bucket >= num_tokens), None)
-        if bucket is None or self.reason is not None or embeds.shape[0] != 1 or cache.get_seq_length() == 0:
+        num_tokens, size, stand_in = embeds.shape[1], self.size_of(cache, embeds.shape[1]), self._stand_in
+        if (
+            self.reason is not None
+            or not (size in self.ready or cache.is_warming)
+            or embeds.shape[0] != 1
+            or cache.get_seq_length() == 0
+            or torch.is_autocast_enabled("cpu")
+            or not cache.holds(embeds.dtype)
+        ):
             return None
-        cache.begin_static_pass(bucket)
+        cache.begin_static_pass(size[0])
         num_kept = 0
         try:
-            hidden_states = self._static_pass(cache, embeds, layout, bucket)
+            hidden_states = self._static_pass(stand_in, cache, embeds, layout, size[0])
             num_kept = num_tokens
         except NotServedError as error:
-            self._refuse(self._stand_in, str(error))
+            self._refuse(stand_in, str(error))
             return None
         finally:
             cache.end_static_pass(num_kept)
         self.num_static_passes += 1
         return hidden_states[:, :num_tokens]
 
-    def _static_pass(self, cache, embeds, layout, bucket) -> torch.Tensor:
+    def _static_pass(self, stand_in, cache, embeds, layout, bucket) -> torch.Tensor:
         num_missing = bucket - embeds.shape[1]
         positions = layout.position_ids
         layout = dataclasses.replace(layout, is_plain_causal=False)  # its mask is to be written out
-        masks = attention_masks(layout, self._stand_in.config, embeds.dtype)
+        masks = attention_masks(layout, stand_in.config, embeds.dtype)
         if isinstance(masks, dict):
             masks = {name: _over_storage(mask, cache.capacity, bucket) for name, mask in masks.items()}
         else:
@@ -118,7 +149,7 @@ class CompiledDrafter(CompiledTarget):
         if num_missing:
             embeds = torch.cat([embeds, embeds[:, -1:].expand(1, num_missing, -1)], dim=1)
             positions = torch.cat([positions, positions[:, -1:].expand(1, num_missing)], dim=1)
-        outputs = self._stand_in.base_model(
+        outputs = stand_in.base_model(
             inputs_embeds=embeds,
             position_ids=positions,
             attention_mask=masks,
@@ -128,47 +159,62 @@ class CompiledDrafter(CompiledTarget):
         return outputs.last_hidden_state
 
     @torch.no_grad()
-    def warm_up(self, drafter, max_context: int, num_packed: int | None):
-        """
-        Compiles ahead what a text of up to `max_context` tokens needs.
-
-        Args:
-            num_packed (`int`, *optional*): Tokens of a packed pass; `None` for synchronous drafts alone.
-        """
-        self.refresh(drafter._backbone)
-        sizes = list(self._buckets[:2])
-        if num_packed is not None:
-            sizes += [bucket for bucket in self._buckets if bucket >= num_packed][:1]
-        capacity = MIN_CAPACITY
+    def make_ready(self, drafter, sizes):
+        """Makes the graphs of sizes, pairs of tokens and capacity, that lack them."""
         device = next(drafter.parameters()).device
-        while self.reason is None and capacity <= capacity_for(max_context + sizes[-1]):
-            for size in sizes:
-                if size + 1 > capacity:
-                    continue
-                cache = DraftingCache(self)
-                ids = torch.zeros(1, size, dtype=torch.long, device=device)
-                drafter.packed_forward(ids[:, :1], lay_out(1, device=device), cache=cache, logits_to_keep=1)
-                for layer in cache.layers:
-                    layer.reserve(capacity)
-                drafter.packed_forward(ids, lay_out(size, num_cached=1, device=device), cache=cache, logits_to_keep=1)
-            capacity *= 2
+        for bucket, capacity in sizes:
+            if (bucket, capacity) in self.ready or self.reason is not None or bucket >= capacity:
+                continue
+            cache = DraftingCache(self, is_warming=True)
+            ids = torch.zeros(1, bucket, dtype=torch.long, device=device)
+            drafter.packed_forward(ids[:, :1], lay_out(1, device=device), cache=cache, logits_to_keep=1)
+            for layer in cache.layers:
+                layer.reserve(capacity)
+            if cache.capacity > capacity:
+                continue  # storage is never so small
+            drafter.packed_forward(ids, lay_out(bucket, num_cached=1, device=device), cache=cache, logits_to_keep=1)
+            if self.reason is None:
+                self.ready.add((bucket, capacity))
 
 
 class DraftingCache(GrowingStaticCache):
-    """The KV storage of one session; `packed_forward` asks it to run the pass."""
+    """
+    The KV storage of one session; `packed_forward` asks it to run the pass.
 
-    def __init__(self, compiled: CompiledDrafter):
+    Args:
+        compiled ([`CompiledDrafter`]): Where the graphs are.
+        compiles (`bool`, *optional*, defaults to `False`): Whether `prepare` makes graphs that are missing.
+        is_warming (`bool`, *optional*, defaults to `False`): Whether passes are there to make graphs.
+    """
+
+    def __init__(self, compiled: CompiledDrafter, compiles: bool = False, is_warming: bool = False):
         super().__init__(compiled.num_layers)
-        self._compiled = compiled
-
-    @property
-    def is_compiling(self) -> bool:
-        return self._compiled.is_compiling
+        self._compiled, self._compiles, self.is_warming = compiled, compiles, is_warming
 
     @property
     def backbone(self):
         """What projects hidden states, over a packed head where there is one."""
         return self._compiled.backbone
+
+    def prepare(self, drafter, num_packed: int | None = None):
+        """
+        Makes the graphs that the next passes need, if this session makes any. For the caller's thread, while no pass
+        runs.
+
+        Args:
+            num_packed (`int`, *optional*): Tokens of a packed pass at most; `None` for synchronous drafts alone.
+        """
+        if not self._compiles or self.get_seq_length() == 0:
+            return  # the prefill runs eagerly, and decides how large the storage is
+        longest = self._compiled.longest_synchronous if num_packed is None else num_packed
+        sizes = [self._compiled.size_of(self, bucket) for bucket in self._compiled.buckets_up_to(longest)]
+        if not self._compiled.ready.issuperset(sizes):
+            self._compiled.make_ready(drafter, sizes)
+
+    def is_ready_for(self, num_tokens: int) -> bool:
+        """Whether a pass of so many tokens would run compiled, or could be made to."""
+        size = self._compiled.size_of(self, num_tokens)
+        return size is not None and (self._compiles or size in self._compiled.ready)
 
     def run_pass(self, embeds: torch.Tensor, layout: PackedLayout) -> torch.Tensor | None:
         """See [`CompiledDrafter.run`]."""
@@ -188,12 +234,23 @@ def _over_storage(mask: torch.Tensor, capacity: int, num_tokens: int) -> torch.T
 
 
 def warm_up(drafter, max_context: int):
-    """Compiles ahead what the drafter's own options ask for; see `D3DDrafterForCausalLM.warmup`."""
+    """
+    Compiles ahead for texts of up to `max_context` tokens: synchronous drafts, and packed passes if the drafter's own
+    mode is `"async"`; see `D3DDrafterForCausalLM.warmup`.
+    """
     options = DraftingOptions.resolve(GenerationConfig(), drafter.generation_config, drafter.config.block_size)
-    num_packed = None
-    if options.drafting_mode != "sync":
-        num_packed = options.num_packed_tokens(drafter.config.block_size)
-    compiled_drafter(drafter).warm_up(drafter, max_context, num_packed)
+    compiled = compiled_drafter(drafter)
+    compiled.refresh(drafter._backbone)
+    longest = 2 * drafter.config.block_size
+    if options.drafting_mode == "async":
+        longest = options.num_packed_tokens(drafter.config.block_size)
+    max_positions = max_draft_positions(drafter.config.backbone_config)
+    if max_positions is not None:
+        max_context = min(max_context, max_positions)
+    capacity = first_capacity(1)
+    while capacity <= first_capacity(max_context):
+        compiled.make_ready(drafter, [(bucket, capacity) for bucket in compiled.buckets_up_to(longest)])
+        capacity *= 2
 
 
 __all__ = [

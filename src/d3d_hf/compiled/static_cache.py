@@ -22,6 +22,11 @@ def capacity_for(num_tokens: int) -> int:
     return max(MIN_CAPACITY, 1 << (num_tokens - 1).bit_length())
 
 
+def first_capacity(num_tokens: int) -> int:
+    """The capacity of storage that begins with `num_tokens` and whose text's length is not known."""
+    return capacity_for(num_tokens + _FIRST_ROOM + _SLACK)
+
+
 class _StorageLayer(CacheLayerMixin):
     """One layer's keys and values, of shape `(batch, heads, capacity, head_dim)`, zero where nothing was written."""
 
@@ -50,8 +55,8 @@ class _StorageLayer(CacheLayerMixin):
         if self._max_length is not None:
             wanted = max(key_states.shape[2], min(wanted, self._max_length))
         capacity = capacity_for(wanted + _SLACK)
-        self.keys = key_states.new_zeros(*key_states.shape[:2], capacity, key_states.shape[3])
-        self.values = value_states.new_zeros(*value_states.shape[:2], capacity, value_states.shape[3])
+        self.keys = _zeros_like_states(key_states, capacity)
+        self.values = _zeros_like_states(value_states, capacity)
         self.is_initialized = True
 
     def reserve(self, num_tokens: int):
@@ -60,7 +65,7 @@ class _StorageLayer(CacheLayerMixin):
             return
         for name in ("keys", "values"):
             old = getattr(self, name)
-            new = old.new_zeros(*old.shape[:2], capacity_for(num_tokens), old.shape[3])
+            new = _zeros_like_states(old, capacity_for(num_tokens))
             new[:, :, : self.length] = old[:, :, : self.length]
             setattr(self, name, new)
 
@@ -101,6 +106,13 @@ class _StorageLayer(CacheLayerMixin):
         self.length = 0
 
 
+def _zeros_like_states(states: torch.Tensor, capacity: int) -> torch.Tensor:
+    """Storage for states. Not an inference tensor, which no other thread could write to outside inference mode."""
+    with torch.inference_mode(False):
+        shape = (*states.shape[:2], capacity, states.shape[3])
+        return torch.zeros(shape, dtype=states.dtype, device=states.device)
+
+
 class GrowingStaticCache(Cache):
     """
     Static storage in powers of two, for one sequence at a time.
@@ -118,6 +130,10 @@ class GrowingStaticCache(Cache):
         """Tokens that the storage has room for; 0 before the first forward."""
         return self.layers[0].capacity
 
+    def holds(self, dtype: torch.dtype) -> bool:
+        """Whether all keys and values are of one dtype; under autocast they may be of two."""
+        return all(layer.keys.dtype == layer.values.dtype == dtype for layer in self.layers if layer.is_initialized)
+
     def begin_static_pass(self, num_tokens: int):
         """Shows the whole storage until `end_static_pass`; the pass writes `num_tokens` places after the text."""
         length = self.get_seq_length()
@@ -133,4 +149,4 @@ class GrowingStaticCache(Cache):
             layer.length += num_kept
 
 
-__all__ = ["MIN_CAPACITY", "GrowingStaticCache", "capacity_for"]
+__all__ = ["MIN_CAPACITY", "GrowingStaticCache", "capacity_for", "first_capacity"]

@@ -256,12 +256,8 @@ class CompiledTarget:
             and not model.training
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled("cpu")
+            and cache.holds(model.dtype)
         )
-
-    @property
-    def is_compiling(self) -> bool:
-        """Whether a graph is being compiled just now, by whichever thread."""
-        return self._stand_in is not None and self._graph_lock.locked()
 
     def graph_for(self, layer: nn.Module, group: int, args: tuple, kwargs: dict, index: int, key: tuple) -> LayerGraph:
         """The graph for a layer and the shapes of a call, compiled if it is not there."""
