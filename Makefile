@@ -25,7 +25,7 @@ MATRIX ?= $(OLDEST) 5.19 newest
 TRANSFORMERS ?= $(SUPPORTED)
 GENERATION_TESTS = $(sort $(wildcard tests/test_generat*.py tests/test_greedy*.py tests/test_sampling*.py \
 	tests/test_packing.py tests/test_drafting_session.py tests/test_modeling.py tests/test_real_model.py \
-	tests/test_cli.py tests/test_deprecation_watch.py tests/test_hub.py tests/test_remote_code.py \
+	tests/test_chained_head.py tests/test_auto_mode.py tests/test_cli.py tests/test_deprecation_watch.py tests/test_hub.py tests/test_remote_code.py \
 	tests/test_parallel_draft.py))
 
 OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false

@@ -63,6 +63,7 @@ def main():
                 if index == 0:
                     verifier.generate(**inputs, max_new_tokens=8, do_sample=False, **kwargs)  # warm-up
                 answers[method].append(answer(verifier, inputs, args.max_new_tokens, kwargs))
+            print(f"{path.stem}: {index + 1} of {len(lines)} prompts", file=sys.stderr, flush=True)
         for method in args.methods:
             row = summary(path.stem, method, answers)
             results.append(row)
