@@ -65,7 +65,7 @@ def test_modes_are_looked_at_again():
         drafted = iter(drafted)
         selector, _, emitted = play(0.050, 0.055, 0.045, 0.5, lambda mode, rng: next(drafted), num_tokens=900)  # noqa: B023
         assert selector.choices[-1]["mode"] == modes[1]
-        assert emitted[modes[0]] > 100 and emitted[modes[1]] > 100
+        assert emitted[modes[0]] > 20 and emitted[modes[1]] > 100
 
 
 def test_choices_name_rounds_and_rates():

@@ -11,8 +11,13 @@ from dataclasses import dataclass, field
 MODES = ("none", "sync", "async")
 # Means forget: a round weighs this much less with each that follows.
 _MEMORY = 0.95
-# Rounds until the modes that were not chosen are looked at again, and how this grows while nothing changes.
-_FIRST_LOOK, _LOOK_GROWTH = 48, 3
+# Rounds that drafting gets before it is judged: a few unlucky ones say little. Fewer if a round takes as long as
+# several verifications, half as many when it is looked at again. A drafter of which not one token is accepted in so
+# many rounds is judged at once.
+_TRIAL_ROUNDS, _LEAST_ROUNDS, _FIRST_PATIENCE, _LATER_PATIENCE = 10, 2, 3, 2
+# Rounds until the modes that were not chosen are looked at again, for a drafter of which tokens were accepted and for
+# one without, and how this grows.
+_NEXT_LOOK, _NEXT_LOOK_AT_USELESS, _LOOK_GROWTH = 16, 48, 3
 # Tokens in the time of one verification from which on plain decoding cannot win.
 _CLEAR_GAIN = 1.5
 # What another mode must promise to be tried, and gain to replace the present one.
@@ -66,12 +71,13 @@ class ModeSelector:
         self._planned = [
             ("none", False, "prefill"),
             ("sync", False, "trial"),
-            ("sync", True, "trial"),
+            *[("sync", True, "trial")] * _TRIAL_ROUNDS,
         ]
+        self._num_fruitless, self._patience = 0, _FIRST_PATIENCE
+        self._num_tried, self._num_allowed = 0, _TRIAL_ROUNDS
         self._is_first_plan = True
         self._verify_seconds = _Mean()
-        self._look_interval = _FIRST_LOOK
-        self._next_look = len(self._planned) + _FIRST_LOOK
+        self._num_looks, self._next_look = 0, 0
 
     def record(self, num_tokens: int, seconds: float, verify_seconds: float):
         """
@@ -88,6 +94,8 @@ class ModeSelector:
                 self.estimates[self._mode].seconds.add(seconds)
             if self._mode == "sync":
                 self._verify_seconds.add(verify_seconds)
+                self._num_fruitless = self._num_fruitless + 1 if num_tokens == 1 else 0
+                self._num_tried += 1
 
     @property
     def mean_verify_seconds(self) -> float | None:
@@ -102,6 +110,8 @@ class ModeSelector:
             async_seconds (`float`, *optional*):
                 What an asynchronous round would take at least; `None` if that mode is out of the question.
         """
+        if self._num_fruitless >= self._patience or self._has_tried_enough():
+            self._planned = [trial for trial in self._planned if trial[0] != "sync"]
         if not self._planned:
             self._plan(async_seconds)
         if self._planned:
@@ -123,7 +133,9 @@ class ModeSelector:
         best = self._best()
         rate = self._rates()[best]
         if best == "none":
-            self._planned += [("sync", False, reason), ("sync", True, reason)]
+            self._planned += [("sync", False, reason), *[("sync", True, reason)] * (_TRIAL_ROUNDS // 2)]
+            self._num_fruitless, self._patience = 0, _LATER_PATIENCE
+            self._num_tried, self._num_allowed = 0, _TRIAL_ROUNDS // 2
         elif rate * self._verify_seconds.value < _CLEAR_GAIN:  # one token takes no longer than several
             self._planned.append(("none", True, reason))
         if async_seconds is not None and best != "async":
@@ -131,10 +143,20 @@ class ModeSelector:
             if tokens / async_seconds > _MARGIN * max(rate, 1 / self._verify_seconds.value):
                 # The round that first packs has no packed draft yet.
                 self._planned += [("async", False, reason), ("async", True, reason), ("async", True, reason)]
-        if not self._is_first_plan:
-            self._look_interval *= _LOOK_GROWTH
-        self._next_look = self._num_rounds + self._look_interval
+        is_useless = self.estimates["sync"].tokens.value < 1.2
+        interval = _NEXT_LOOK_AT_USELESS if is_useless else _NEXT_LOOK * max(1.0, self._cost() / 2)
+        self._next_look = self._num_rounds + round(interval) * _LOOK_GROWTH**self._num_looks
+        self._num_looks += 1
         self._is_first_plan = False
+
+    def _cost(self) -> float:
+        """How many verifications a synchronous round takes as long as."""
+        return (self.estimates["sync"].seconds.value or 0.0) / (self._verify_seconds.value or 1.0)
+
+    def _has_tried_enough(self) -> bool:
+        if self.estimates["sync"].seconds.value is None:
+            return False
+        return self._num_tried >= max(_LEAST_ROUNDS, round(self._num_allowed / max(self._cost(), 1.0)))
 
     def _rates(self) -> dict[str, float]:
         rates = {mode: estimate.tokens_per_second for mode, estimate in self.estimates.items()}
