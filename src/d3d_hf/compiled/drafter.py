@@ -16,7 +16,6 @@ from transformers import GenerationConfig
 from ..backbones import max_draft_positions
 from ..drafting_options import DraftingOptions
 from ..packing import PackedLayout, attention_masks, lay_out
-from .layer_graph import NotServedError
 from .static_cache import GrowingStaticCache, capacity_for, first_capacity
 from .target import CompiledTarget
 
@@ -124,18 +123,11 @@ class CompiledDrafter(CompiledTarget):
             or not cache.holds(embeds.dtype)
         ):
             return None
-        cache.begin_static_pass(size[0])
-        num_kept = 0
-        try:
-            hidden_states = self._static_pass(stand_in, cache, embeds, layout, size[0])
-            num_kept = num_tokens
-        except NotServedError as error:
-            self._refuse(stand_in, str(error))
-            return None
-        finally:
-            cache.end_static_pass(num_kept)
-        self.num_static_passes += 1
-        return hidden_states[:, :num_tokens]
+        bucket, _ = size
+        hidden_states = self._run_static(
+            stand_in, cache, bucket, num_tokens, lambda: self._static_pass(stand_in, cache, embeds, layout, bucket)
+        )
+        return None if hidden_states is None else hidden_states[:, :num_tokens]
 
     def _static_pass(self, stand_in, cache, embeds, layout, bucket) -> torch.Tensor:
         num_missing = bucket - embeds.shape[1]
@@ -241,7 +233,7 @@ def warm_up(drafter, max_context: int):
     options = DraftingOptions.resolve(GenerationConfig(), drafter.generation_config, drafter.config.block_size)
     compiled = compiled_drafter(drafter)
     compiled.refresh(drafter._backbone)
-    longest = 2 * drafter.config.block_size
+    longest = compiled.longest_synchronous
     if options.drafting_mode == "async":
         longest = options.num_packed_tokens(drafter.config.block_size)
     max_positions = max_draft_positions(drafter.config.backbone_config)

@@ -188,11 +188,13 @@ class CompiledTarget:
 
     def _build(self, model: PreTrainedModel):
         layers = _layers_of(model)
-        groups = {signature: number for number, signature in enumerate(dict.fromkeys(map(signature_of, layers)))}
+        signatures = list(map(signature_of, layers))
+        groups = {signature: number for number, signature in enumerate(dict.fromkeys(signatures))}
         self._packed = PackedWeights()
         self._graphs, self._graph_lock = {}, threading.Lock()
         self._layers = [
-            _CompiledLayer(layer, index, groups[signature_of(layer)], self) for index, layer in enumerate(layers)
+            _CompiledLayer(layer, index, groups[signature], self)
+            for index, (layer, signature) in enumerate(zip(layers, signatures))
         ]
         self.num_layers = len(layers)
         self._parameters = list(model.parameters())
@@ -222,10 +224,22 @@ class CompiledTarget:
             self.refresh(model)
             if self.reason is not None:
                 return None
+        plain_forward, stand_in = type(model)._plain_class.forward, self._stand_in
+        outputs = self._run_static(
+            model, cache, bucket, num_tokens, lambda: plain_forward(stand_in, **_padded(kwargs, bucket))
+        )
+        if outputs is None:
+            return None
+        to_keep = kwargs.get("logits_to_keep") or num_tokens
+        outputs.logits = outputs.logits[:, max(0, num_tokens - to_keep) : num_tokens]
+        return outputs
+
+    def _run_static(self, model: PreTrainedModel, cache: GrowingStaticCache, bucket: int, num_tokens: int, run):
+        """What `run()` returns, a pass of `bucket` tokens of which `num_tokens` are kept; `None` if it is refused."""
         num_kept = 0
         cache.begin_static_pass(bucket)
         try:
-            outputs = type(model)._plain_class.forward(self._stand_in, **_padded(kwargs, bucket))
+            outputs = run()
             num_kept = num_tokens
         except NotServedError as error:
             self._refuse(model, str(error))
@@ -233,8 +247,6 @@ class CompiledTarget:
         finally:
             cache.end_static_pass(num_kept)
         self.num_static_passes += 1
-        to_keep = kwargs.get("logits_to_keep") or num_tokens
-        outputs.logits = outputs.logits[:, max(0, num_tokens - to_keep) : num_tokens]
         return outputs
 
     def _serves(self, model: PreTrainedModel, kwargs: dict, cache: GrowingStaticCache) -> bool:
@@ -323,9 +335,8 @@ class _CompiledLayer(nn.Module):
             compiled, gap_to = compiled[0], expected[0]
         else:
             gap_to = expected
-        norm = (
-            gap_to.float().norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-        )  # padding may be embedded as zero
+        # Padding may be embedded as zero.
+        norm = gap_to.float().norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
         gap = ((compiled - gap_to).float().norm(dim=-1) / norm).max()
         if not gap <= _TOLERANCES[gap_to.dtype]:
             raise NotServedError(f"layer {self._index} and its graph differ by {gap:.2g} of the hidden state")
