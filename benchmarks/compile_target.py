@@ -9,11 +9,11 @@ transformers' prompt lookup and with a drafter.
 import argparse
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 
 import torch
+from common import chat_inputs, own_command
 from transformers import DynamicCache
 
 import d3d_hf
@@ -58,8 +58,7 @@ def main():
     if args.prompts is not None:
         report["generation"] = time_generation(targets, tokenizer, args)
     if args.output is not None:
-        command = [Path(part).name if part.endswith((".jsonl", ".json")) else part for part in sys.argv]
-        report |= {"warm_up": "2 forwards; 8 tokens by each method", **provenance(command)}
+        report |= {"warm_up": "2 forwards; 8 tokens by each method", **provenance(own_command())}
         args.output.write_text(json.dumps(report, indent=1))
 
 
@@ -99,12 +98,7 @@ def time_generation(targets: dict, tokenizer, args) -> list[dict]:
         drafter.generation_config.drafting_mode = "sync"
         keywords["d3d-sync"] = {"assistant_model": drafter}
     answers = {(method, side): [] for method in keywords for side in SIDES}
-    lines = args.prompts.read_text(encoding="utf-8").splitlines()[args.first :][: args.max_samples]
-    for index, line in enumerate(lines):
-        messages = [{"role": "user", "content": json.loads(line)["turns"][0]}]
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+    for index, inputs in enumerate(chat_inputs(args.prompts, tokenizer, args.first, args.max_samples)):
         for method, side in answers:
             if index == 0:
                 targets[side].generate(**inputs, max_new_tokens=8, do_sample=False, **keywords[method])

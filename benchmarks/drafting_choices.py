@@ -9,10 +9,10 @@ import argparse
 import contextlib
 import json
 import statistics
-import sys
 from pathlib import Path
 
 import torch
+from common import chat_inputs, own_command
 
 from d3d_hf import D3DDrafterForCausalLM, candidate_generator, embedded
 from d3d_hf.training.provenance import provenance
@@ -49,13 +49,8 @@ def main():
     drafter = D3DDrafterForCausalLM.from_pretrained(args.drafter, dtype=target.dtype)
     drafter.generation_config.drafting_mode = "sync"
     drafter.generation_config.compile_drafter = args.compile_drafter
-    lines = args.prompts.read_text(encoding="utf-8").splitlines()[args.first :][: args.max_samples]
     collected = {name: [] for name in choices()}
-    for index, line in enumerate(lines):
-        messages = [{"role": "user", "content": json.loads(line)["turns"][0]}]
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+    for index, inputs in enumerate(chat_inputs(args.prompts, tokenizer, args.first, args.max_samples)):
         for name, (options, kwargs) in choices().items():
             torch.manual_seed(index)
             with chosen(drafter, **options):
@@ -65,8 +60,7 @@ def main():
     for result in rows:
         print("  ".join(f"{key} {value}" for key, value in result.items()), flush=True)
     if args.output is not None:
-        command = [Path(part).name if part.endswith((".jsonl", ".json")) else part for part in sys.argv]
-        args.output.write_text(json.dumps({"results": rows, **provenance(command)}, indent=1))
+        args.output.write_text(json.dumps({"results": rows, **provenance(own_command())}, indent=1))
 
 
 @contextlib.contextmanager

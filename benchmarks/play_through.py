@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import torch
+from common import chat_inputs, own_command
 
 from d3d_hf import D3DDrafterForCausalLM, compile_target, embedded
 from d3d_hf.testing import ForwardCounter
@@ -48,13 +49,9 @@ def main():
         drafter.warmup(max_context=512)
     results = []
     for path in map(Path, args.prompts):
-        lines = path.read_text(encoding="utf-8").splitlines()[args.first :][: args.max_samples]
+        prompts = chat_inputs(path, tokenizer, args.first, args.max_samples)
         answers = {method: [] for method in args.methods}
-        for index, line in enumerate(lines):
-            messages = [{"role": "user", "content": json.loads(line)["turns"][0]}]
-            inputs = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
+        for index, inputs in enumerate(prompts):
             # The order turns from prompt to prompt, so that no method always runs on a warm or a cold machine.
             turn = index % len(args.methods)
             for method in args.methods[turn:] + args.methods[:turn]:
@@ -63,14 +60,13 @@ def main():
                 if index == 0:
                     verifier.generate(**inputs, max_new_tokens=8, do_sample=False, **kwargs)  # warm-up
                 answers[method].append(answer(verifier, inputs, args.max_new_tokens, kwargs))
-            print(f"{path.stem}: {index + 1} of {len(lines)} prompts", file=sys.stderr, flush=True)
+            print(f"{path.stem}: {index + 1} of {len(prompts)} prompts", file=sys.stderr, flush=True)
         for method in args.methods:
             row = summary(path.stem, method, answers)
             results.append(row)
             print("  ".join(f"{name} {value}" for name, value in row.items() if name != "per_prompt"), flush=True)
     if args.output is not None:
-        command = [Path(part).name if part.endswith((".jsonl", ".json")) else part for part in sys.argv]
-        report = {"results": results, "warm_up": "8 tokens by each method", **provenance(command)}
+        report = {"results": results, "warm_up": "8 tokens by each method", **provenance(own_command())}
         args.output.write_text(json.dumps(report, indent=1))
 
 

@@ -21,6 +21,7 @@ import sys
 import time
 
 import torch
+from common import chat_inputs, own_command
 
 from d3d_hf import D3DDrafterForCausalLM, embedded
 from d3d_hf.pruning import remove_layers
@@ -96,13 +97,7 @@ def measure_depths(args) -> dict:
     drafters = {depth: drafter_at(args.drafter, report, depth, target.dtype) for depth in args.depths}
     answers = []
     for path in args.prompts:
-        with open(path, encoding="utf-8") as file:
-            lines = file.read().splitlines()[: args.max_samples]
-        for line in lines:
-            messages = [{"role": "user", "content": json.loads(line)["turns"][0]}]
-            inputs = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
+        for inputs in chat_inputs(path, tokenizer, max_samples=args.max_samples):
             runs = [("plain", None, None)]
             runs += [(mode, depth, drafter) for mode in args.drafting_mode for depth, drafter in drafters.items()]
             for mode, depth, drafter in runs:
@@ -180,9 +175,8 @@ def main():
     torch.set_num_threads(args.threads)
     results = {"scoring": measure_scoring, "depths": measure_depths}[args.part](args)
     if args.output:
-        command = [os.path.basename(part) if os.path.isabs(part) else part for part in sys.argv]
         with open(args.output, "w", encoding="utf-8") as file:
-            json.dump({**provenance(command), "settings": {"threads": args.threads}, **results}, file, indent=1)
+            json.dump({**provenance(own_command()), "settings": {"threads": args.threads}, **results}, file, indent=1)
             file.write("\n")
 
 

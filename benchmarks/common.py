@@ -1,0 +1,35 @@
+"""What the benchmarks share: prompts as inputs of `generate`, and their own command for the report."""
+
+import json
+import sys
+from pathlib import Path
+
+
+def chat_inputs(path: Path, tokenizer, first: int = 0, max_samples: int | None = None) -> list:
+    """
+    The first turns of a JSONL file of `turns`, as a chat's opening.
+
+    Args:
+        path (`Path`): The file.
+        tokenizer: The target's, with a chat template.
+        first (`int`, *optional*, defaults to 0): Prompt to begin with.
+        max_samples (`int`, *optional*): Prompts at most.
+    """
+    lines = Path(path).read_text(encoding="utf-8").splitlines()[first:][:max_samples]
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": json.loads(line)["turns"][0]}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        for line in lines
+    ]
+
+
+def own_command() -> list[str]:
+    """`sys.argv` without the folders of this machine."""
+    return [
+        Path(part).name if Path(part).is_absolute() or part.endswith((".jsonl", ".json")) else part
+        for part in sys.argv
+    ]
