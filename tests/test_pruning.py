@@ -527,6 +527,7 @@ def run(rows, tmp_path, capsys, monkeypatch):
             "out",
             *map(str, argv),
         ]
+        capsys.readouterr()  # what saving said
         status = main(argv)
         output = capsys.readouterr()
         return status, output.out, output.err

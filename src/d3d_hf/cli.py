@@ -61,6 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         args = make_parser().parse_args(argv)
         args.argv = ["d3d-hf", *argv]
         status = args.run(args)
+        _leave_process_group()
         sys.stdout.flush()
         return status
     except UsageError as error:
@@ -75,6 +76,13 @@ def main(argv: list[str] | None = None) -> int:
         # The interpreter flushes stdout once more at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _leave_process_group():
+    """Under `accelerate launch`: threads that a process group still has may abort the interpreter's exit."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 __all__ = ["main", "make_parser"]
