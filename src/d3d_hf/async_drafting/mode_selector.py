@@ -12,12 +12,14 @@ MODES = ("none", "sync", "async")
 # Means forget: a round weighs this much less with each that follows.
 _MEMORY = 0.95
 # Rounds that drafting gets before it is judged: a few unlucky ones say little. Fewer if a round takes as long as
-# several verifications, half as many when it is looked at again. A drafter of which not one token is accepted in so
-# many rounds is judged at once.
-_TRIAL_ROUNDS, _LEAST_ROUNDS, _FIRST_PATIENCE, _LATER_PATIENCE = 10, 2, 3, 2
+# several verifications, half as many when it is looked at again.
+_TRIAL_ROUNDS, _LEAST_ROUNDS = 10, 2
+# Rounds in a row without an accepted token that end a trial; and a look at a drafter of which hardly one ever was. A
+# drafter that pays rarely has two such rounds in a row, and a trial costs what a useless one must not.
+_PATIENCE, _PATIENCE_WITH_USELESS = 2, 1
 # Rounds until the modes that were not chosen are looked at again, for a drafter of which tokens were accepted and for
-# one without, and how this grows.
-_NEXT_LOOK, _NEXT_LOOK_AT_USELESS, _LOOK_GROWTH = 16, 48, 3
+# one without, how this grows, and where it ends: a draft must first read all that was written since the last one.
+_NEXT_LOOK, _NEXT_LOOK_AT_USELESS, _LOOK_GROWTH, _LATEST_LOOK = 16, 96, 4, 512
 # Tokens in the time of one verification from which on plain decoding cannot win.
 _CLEAR_GAIN = 1.5
 # What another mode must promise to be tried, and gain to replace the present one.
@@ -73,7 +75,7 @@ class ModeSelector:
             ("sync", False, "trial"),
             *[("sync", True, "trial")] * _TRIAL_ROUNDS,
         ]
-        self._num_fruitless, self._patience = 0, _FIRST_PATIENCE
+        self._num_fruitless, self._patience = 0, _PATIENCE
         self._num_tried, self._num_allowed = 0, _TRIAL_ROUNDS
         self._is_first_plan = True
         self._verify_seconds = _Mean()
@@ -130,11 +132,12 @@ class ModeSelector:
         if not self._is_first_plan and self._num_rounds < self._next_look:
             return
         reason = "trial" if self._is_first_plan else "look"
+        is_useless = self.estimates["sync"].tokens.value < 1.2
         best = self._best()
         rate = self._rates()[best]
         if best == "none":
             self._planned += [("sync", False, reason), *[("sync", True, reason)] * (_TRIAL_ROUNDS // 2)]
-            self._num_fruitless, self._patience = 0, _LATER_PATIENCE
+            self._num_fruitless, self._patience = 0, _PATIENCE_WITH_USELESS if is_useless else _PATIENCE
             self._num_tried, self._num_allowed = 0, _TRIAL_ROUNDS // 2
         elif rate * self._verify_seconds.value < _CLEAR_GAIN:  # one token takes no longer than several
             self._planned.append(("none", True, reason))
@@ -143,9 +146,8 @@ class ModeSelector:
             if tokens / async_seconds > _MARGIN * max(rate, 1 / self._verify_seconds.value):
                 # The round that first packs has no packed draft yet.
                 self._planned += [("async", False, reason), ("async", True, reason), ("async", True, reason)]
-        is_useless = self.estimates["sync"].tokens.value < 1.2
-        interval = _NEXT_LOOK_AT_USELESS if is_useless else _NEXT_LOOK * max(1.0, self._cost() / 2)
-        self._next_look = self._num_rounds + round(interval) * _LOOK_GROWTH**self._num_looks
+        interval = _NEXT_LOOK_AT_USELESS if is_useless else _NEXT_LOOK * max(1.0, self._cost())
+        self._next_look = self._num_rounds + min(round(interval) * _LOOK_GROWTH**self._num_looks, _LATEST_LOOK)
         self._num_looks += 1
         self._is_first_plan = False
 
