@@ -3,10 +3,13 @@
 from .configuration_d3d import D3DConfig
 from .generation_hook import install_generation_hook, is_generation_hook_installed, uninstall_generation_hook
 from .generation_stats import GenerationStats
+from .kernels import register_packed_attention
 from .modeling_d3d import D3DDrafterForCausalLM
 
 
 __version__ = "0.1.0"
+
+register_packed_attention()
 
 _TRAINING = ("D3DTrainer", "D3DTrainingArguments")
 _COMPILED = ("compile_target", "compiled_target", "uncompile_target")

@@ -155,7 +155,8 @@ def visibility_rule(layout: PackedLayout, sliding_window: int | None = None):
 
     Returns:
         `Callable(batch_idx, head_idx, q_idx, kv_idx) -> torch.BoolTensor`: `q_idx` indexes the pass's tokens, `kv_idx`
-        the cached tokens followed by the pass's tokens; index tensors are broadcast against each other.
+        the cached tokens followed by the pass's tokens; index tensors are broadcast against each other. It carries
+        `layout` and `sliding_window`, for an implementation that takes no mask.
     """
     batch = layout.position_ids.shape[0]
     cached = torch.arange(layout.num_cached, device=layout.position_ids.device).expand(batch, -1)
@@ -171,6 +172,7 @@ def visibility_rule(layout: PackedLayout, sliding_window: int | None = None):
             seen = seen & (position > layout.position_ids[batch_idx, q_idx] - sliding_window)
         return seen
 
+    is_visible.layout, is_visible.sliding_window = layout, sliding_window
     return is_visible
 
 
