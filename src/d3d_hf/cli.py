@@ -16,6 +16,7 @@ _COMMANDS = (
     "regenerate",
     "train",
     "evaluate",
+    "predict",
     "prune",
     "import_checkpoint",
     "export",
