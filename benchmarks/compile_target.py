@@ -1,6 +1,6 @@
 """
 What `d3d_hf.compile_target` gains on the embedded target, eager and compiled interleaved in one run: the forward over
-1, 9 and 17 tokens, and greedy generation on the prompts of a JSONL file (the first of their `turns`), plain, with
+a few tokens, and greedy generation on the prompts of a JSONL file (the first of their `turns`), plain, with
 transformers' prompt lookup and with a drafter.
 
     python benchmarks/compile_target.py --prompts gsm8k.jsonl --drafter hub_cards/d3d-smollm2-135m --output result.json
@@ -26,7 +26,6 @@ from d3d_hf.training.provenance import provenance
 
 METHODS = ("plain", "prompt-lookup", "d3d-sync")
 SIDES = ("eager", "compiled")
-NUM_TOKENS = (1, 9, 17)
 
 
 def main():
@@ -37,6 +36,7 @@ def main():
     parser.add_argument("--max-samples", type=int, default=40, help="(default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=200, help="(default: %(default)s)")
     parser.add_argument("--context", type=int, nargs="+", default=[200], help="tokens before the timed forwards")
+    parser.add_argument("--num-tokens", type=int, nargs="+", default=[1, 9, 17], help="of the timed forwards")
     parser.add_argument("--repeats", type=int, default=20, help="of each timed forward (default: %(default)s)")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--threads", type=int, default=2)
@@ -52,7 +52,7 @@ def main():
     print(f"compiled in {compile_seconds} s", flush=True)
     report = {"compile_seconds": compile_seconds, "forwards": [], "generation": []}
     for context in args.context:
-        for num_tokens in NUM_TOKENS:
+        for num_tokens in args.num_tokens:
             report["forwards"].append(time_forward(targets, context, num_tokens, args.repeats))
             print_row(report["forwards"][-1])
     if args.prompts is not None:
