@@ -116,7 +116,7 @@ def test_plans_put_a_masked_branch_for_every_verdict_first():
 
 def test_with_a_budget_the_likeliest_verdicts_come_first_and_guesses_where_they_pay():
     guesses = [[1, 2], [3], [4, 5]]
-    plan = plan_branches(guesses, max_branches=4, verdict_chances=[0.7, 0.05, 0.25])
+    plan = plan_branches(guesses, max_branches=4, verdict_chances=[0.7, 0.02, 0.28])
     assert plan == [Branch(0), Branch(2), Branch(0, 1), Branch(2, 4)]
     assert plan_branches([[], [], []], max_branches=2, verdict_chances=[0.1, 0.5, 0.4]) == [Branch(1), Branch(2)]
 
