@@ -16,6 +16,8 @@ _COMMANDS = (
     "regenerate",
     "train",
     "evaluate",
+    "bench",
+    "plot",
     "predict",
     "prune",
     "import_checkpoint",
