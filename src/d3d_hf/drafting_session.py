@@ -76,6 +76,8 @@ class DraftingSession:
     def close(self):
         """Frees the cache. Idempotent; a session that is used again starts with an empty one."""
         self._count_eager()
+        if hasattr(self._cache, "release"):
+            self._cache.release()
         self._cache = None
         self._cached = torch.empty(0, dtype=torch.long, device="cpu")
 
@@ -88,7 +90,7 @@ class DraftingSession:
             self._cache = DynamicCache()
 
     def _compiled_storage(self):
-        if not self._compile_drafter or self._device.type != "cpu":
+        if not self._compile_drafter or self._device.type not in ("cpu", "cuda"):
             return None
         try:
             from d3d_hf.compiled.drafter import storage_for
@@ -120,6 +122,11 @@ class DraftingSession:
     def would_pack_compiled(self, num_packed: int) -> bool:
         """Whether a packed pass runs in the way that synchronous drafts run here: compiled, if they are."""
         return not hasattr(self._cache, "is_ready_for") or self._cache.is_ready_for(num_packed)
+
+    @property
+    def _pass_device(self) -> torch.device:
+        """Where ids and layouts of a pass are made: on the CPU where graphs take them from there in one copy."""
+        return torch.device("cpu") if hasattr(self._cache, "run_static") else self._device
 
     @property
     def num_cached(self) -> int:
@@ -164,7 +171,7 @@ class DraftingSession:
 
     def _draft(self, context: torch.LongTensor, num_tokens: int) -> Draft:
         block_size, num_context = self._drafter.config.block_size, context.shape[0]
-        new_tokens = self._prefill_all_but(MAX_CONTEXT_PER_PASS, self._rewind_to(context).to(self._device))
+        new_tokens = self._prefill_all_but(MAX_CONTEXT_PER_PASS, self._rewind_to(context).to(self._pass_device))
 
         # The anchor's own output gives the first draft token, the mask slots the others. A shorter draft runs all
         # slots all the same, as in training, and is cut.
@@ -181,7 +188,7 @@ class DraftingSession:
             if num_drafted == num_tokens:
                 break
             # The next step shows what was drafted: left to right, so that each law is true given the tokens before.
-            fixed = [torch.empty_like(new_tokens[:0]), *(draft.tokens for draft in drafts)]
+            fixed = [torch.empty_like(new_tokens[:0]), *(draft.tokens.to(new_tokens.device) for draft in drafts)]
             first_row = num_drafted - 1
         laws = [draft.law for draft in drafts]
         return Draft(torch.cat([draft.tokens for draft in drafts]), None if laws[0] is None else torch.cat(laws))

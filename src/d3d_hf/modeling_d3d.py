@@ -353,10 +353,18 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
             or without the batch dimension where a mask chose the rows. As in any causal language model the output at
             position `p` predicts the token at `p + 1`, for context, visible tokens and mask slots alike.
         """
-        embeds = self.get_input_embeddings()(input_ids)
-        if not layout.is_plain_causal:
-            embeds = torch.where(layout.is_mask_slot[..., None], self._mask_vector(embeds), embeds)
-        hidden_states = self._run_backbone(embeds, layout, cache, **kwargs)  # (batch, tokens, hidden)
+        hidden_states = None
+        if hasattr(cache, "run_static") and not kwargs:  # on a GPU: the whole pass, embedding included, is one graph
+            hidden_states = cache.run_static(input_ids, layout)
+            if hidden_states is None:
+                device = self.get_input_embeddings().weight.device
+                input_ids, layout = input_ids.to(device), layout.to(device)
+        if hidden_states is None:
+            if layout.is_plain_causal:
+                embeds = self.get_input_embeddings()(input_ids)
+            else:
+                embeds = self.embed_slots(input_ids, layout.is_mask_slot)
+            hidden_states = self._run_backbone(embeds, layout, cache, **kwargs)  # (batch, tokens, hidden)
         if slot_tokens is not None and self.chained_head is not None:
             token_embeds = self.get_input_embeddings()(slot_tokens.clamp(min=0))
             is_chained = layout.is_mask_slot & (slot_tokens >= 0)
@@ -368,9 +376,23 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
         elif logits_to_keep.dtype == torch.bool:
             hidden_states = hidden_states[logits_to_keep]
         else:
-            hidden_states = hidden_states[:, logits_to_keep]
+            hidden_states = hidden_states[:, logits_to_keep.to(hidden_states.device, non_blocking=True)]
         logits = self.project(hidden_states, getattr(cache, "backbone", None))
         return CausalLMOutputWithPast(logits=logits, hidden_states=(hidden_states,))
+
+    def embed_slots(self, input_ids: torch.LongTensor, is_mask_slot: torch.BoolTensor) -> torch.Tensor:
+        """
+        Embeddings of tokens and mask slots, as the backbone's layers get them.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(batch, tokens)`): Token ids; those at mask slots are ignored.
+            is_mask_slot (`torch.BoolTensor` of shape `(batch, tokens)`): Where the mask embedding stands.
+
+        Returns:
+            `torch.Tensor` of shape `(batch, tokens, hidden)`.
+        """
+        embeds = self.get_input_embeddings()(input_ids)
+        return torch.where(is_mask_slot[..., None], self._mask_vector(embeds), embeds)
 
     def _run_backbone(self, embeds: torch.Tensor, layout: PackedLayout, cache, **kwargs) -> torch.Tensor:
         """The last hidden states of a pass, from a compiled graph if the cache brings one that serves it."""
@@ -461,8 +483,9 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
     def _mask_vector(self, embeds: torch.Tensor) -> torch.Tensor:
         """The mask embedding, shape `(hidden,)`: it stands where scaled embeddings stand."""
         if self.mask_embedding is None:
-            return self.get_input_embeddings()(torch.tensor(self.config.mask_token_id, device=embeds.device))
-        return self.mask_embedding(torch.tensor(0, device=embeds.device)).to(embeds.dtype)
+            return self.get_input_embeddings()(torch.full((), self.config.mask_token_id, device=embeds.device))
+        # Made on the device: a copy from the CPU could not be captured in a graph.
+        return self.mask_embedding(torch.zeros((), dtype=torch.long, device=embeds.device)).to(embeds.dtype)
 
     def prepare_call(self, target: PreTrainedModel, input_ids, generation_config, model_kwargs: dict) -> bool:
         """

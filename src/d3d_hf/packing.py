@@ -18,7 +18,7 @@ in one branch and `k` stands at or before `branch_limits[q]`. The drafter's KV c
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -55,6 +55,11 @@ class PackedLayout:
     @property
     def num_tokens(self) -> int:
         return self.position_ids.shape[1]
+
+    def to(self, device: torch.device) -> "PackedLayout":
+        """The layout on another device."""
+        tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return replace(self, **tensors)
 
 
 def lay_out(

@@ -97,7 +97,8 @@ class PackedSession(DraftingSession):
     def _pack(self, text, num_committed, round_id, num_guesses, slot_guesses, max_branches, verdict_chances):
         drafter, size = self._drafter, self._drafter.config.block_size
         draft = text[num_committed:].tolist()
-        context = self._rewind_to(text, most=num_committed - 1).to(self._device)
+        device = self._pass_device
+        context = self._rewind_to(text, most=num_committed - 1).to(device)
         context = self._prefill_all_but(MAX_CONTEXT_PER_PASS + len(draft), context)
 
         guesses = [[] for _ in range(len(draft) + 1)]
@@ -116,13 +117,13 @@ class PackedSession(DraftingSession):
         slots[:, 0] = torch.tensor([branch.guess or 0 for branch in branches])
         layout = lay_out(
             context.shape[0],
-            torch.tensor([anchors], device=self._device),
+            torch.tensor([anchors], device=device),
             (size,) * len(branches),
-            num_visible=torch.tensor([shown], device=self._device),
+            num_visible=torch.tensor([shown], device=device),
             num_cached=text.shape[0] - context.shape[0],
             bidirectional=drafter.config.block_attention == "bidirectional",
         )
-        ids = self._embeddable(torch.cat([context, slots.flatten().to(self._device)]))[None]
+        ids = self._embeddable(torch.cat([context, slots.flatten().to(device)]))[None]
         outputs = drafter.packed_forward(ids, layout, cache=self._cache, logits_to_keep=None)
         self._cache.crop(-slots.numel())
         hidden_states = outputs.hidden_states[-1][0, context.shape[0] :]
@@ -130,7 +131,7 @@ class PackedSession(DraftingSession):
 
     def _run_context(self, context: torch.LongTensor, num_rows: int) -> torch.Tensor:
         """A forward over the context alone; the logits of its last rows, shape `(num_rows, vocab_size)`."""
-        layout = lay_out(context.shape[0], num_cached=self._cache.get_seq_length(), device=self._device)
+        layout = lay_out(context.shape[0], num_cached=self._cache.get_seq_length(), device=context.device)
         logits = self._drafter.packed_forward(
             self._embeddable(context)[None], layout, cache=self._cache, logits_to_keep=num_rows
         ).logits[0]

@@ -21,6 +21,7 @@ import torch
 STOP_TIMEOUT_S = 5.0
 _PARKING_TIMEOUT_S = 60.0
 _live_workers = weakref.WeakSet()
+_idle_streams, _streams_lock = {}, threading.Lock()
 
 
 @dataclass
@@ -57,7 +58,8 @@ class ThreadWorker:
     Runs jobs in a daemon thread that starts with the first one and ends with `stop`.
 
     The thread sets what PyTorch keeps per thread: gradients off, and `num_threads` CPU threads. On a CUDA device it
-    works on a stream of its own; `take` makes the caller's stream wait for the result, not the caller.
+    works on a stream of its own, which waits for what the caller's stream was given before `submit`; `take` makes the
+    caller's stream wait for the result, not the caller.
 
     Args:
         device (`torch.device`): Where the jobs compute.
@@ -80,7 +82,8 @@ class ThreadWorker:
         if self._is_stopped:
             raise RuntimeError("The worker was stopped: make another one.")
         future = Future()
-        self._jobs.put((future, job))
+        after = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+        self._jobs.put((future, job, after))
         if self._thread is None:
             # The thread knows the queue, not the worker, so that a worker that is dropped can end it.
             arguments = (self._jobs, self._device, self._num_threads)
@@ -119,7 +122,7 @@ class ThreadWorker:
             return True
         with contextlib.suppress(queue.Empty):
             while True:
-                future, _ = self._jobs.get_nowait()
+                future, *_ = self._jobs.get_nowait()
                 future.cancel()
         self._jobs.put(None)
         thread.join(timeout_s)
@@ -129,8 +132,7 @@ class ThreadWorker:
 def _serve(jobs: queue.SimpleQueue, device: torch.device, num_threads: int | None):
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    with torch.no_grad(), torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
+    with torch.no_grad(), _own_stream(device) as stream:
         while True:
             try:
                 item = jobs.get(timeout=_PARKING_TIMEOUT_S)
@@ -138,8 +140,28 @@ def _serve(jobs: queue.SimpleQueue, device: torch.device, num_threads: int | Non
                 continue
             if item is None:
                 return
-            _run(*item, stream)
-            del item  # or the thread would hold the last job's tensors while it waits
+            future, job, after = item
+            if after is not None:
+                stream.wait_event(after)
+            _run(future, job, stream)
+            del item, future, job  # or the thread would hold the last job's tensors while it waits
+
+
+@contextlib.contextmanager
+def _own_stream(device: torch.device):
+    """A CUDA stream that no other worker uses meanwhile; `None` elsewhere. PyTorch has few, and deals them in turn."""
+    if device.type != "cuda":
+        yield None
+        return
+    with _streams_lock:
+        idle = _idle_streams.setdefault(device, [])
+        stream = idle.pop() if idle else torch.cuda.Stream(device)
+    try:
+        with torch.cuda.stream(stream):
+            yield stream
+    finally:
+        with _streams_lock:
+            idle.append(stream)
 
 
 def _run(future: Future, job: Callable[[], Any], stream=None):

@@ -15,9 +15,12 @@ from transformers import GenerationConfig
 
 from ..backbones import max_draft_positions
 from ..drafting_options import DraftingOptions
+from ..fallbacks import execution_device
 from ..packing import PackedLayout, attention_masks, lay_out
+from .graph_backend import graphs_for
+from .graphed import GraphedDrafter, GraphedDraftingCache
 from .static_cache import GrowingStaticCache, capacity_for, first_capacity
-from .target import CompiledTarget
+from .target import CompiledPasses
 
 
 # Graphs that are compiled without being asked for cost about this long, and save about this share of an eager pass.
@@ -28,31 +31,41 @@ _eager_seconds = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def compiled_drafter(drafter) -> "CompiledDrafter":
-    """What is compiled for a drafter in this process; it does not hang on the model, which stays as it is."""
-    with _lock:
-        if drafter not in _known:
-            _known[drafter] = CompiledDrafter(drafter)
-        return _known[drafter]
-
-
-def storage_for(drafter, compile_drafter: str | bool) -> "DraftingCache | None":
+def compiled_drafter(drafter) -> "CompiledDrafter | GraphedDrafter":
     """
-    Storage for a session whose passes are to run compiled, or `None` if they are to run eagerly.
+    What is compiled, or captured on a GPU, for a drafter in this process; it does not hang on the model, which stays
+    as it is.
+    """
+    graphs = graphs_for(execution_device(drafter))
+    with _lock:
+        known = _known.get(drafter)
+        if graphs is None and not isinstance(known, CompiledDrafter):
+            known = CompiledDrafter(drafter)
+        elif graphs is not None and not (isinstance(known, GraphedDrafter) and known.backend.device == graphs.device):
+            known = GraphedDrafter(drafter, pass_buckets(drafter.config.block_size), graphs)
+        _known[drafter] = known
+        return known
+
+
+def storage_for(drafter, compile_drafter: str | bool) -> "DraftingCache | GraphedDraftingCache | None":
+    """
+    Storage for a session whose passes are to run compiled, or `None` if they are to run eagerly. On a GPU passes are
+    captured in the first rounds, which takes no longer than a few of them.
 
     Args:
         drafter ([`D3DDrafterForCausalLM`]): The drafter.
         compile_drafter (`bool` or `"auto"`):
             `"auto"` compiles once drafting eagerly has lost more time in this process than compiling takes.
     """
-    is_earned = _eager_seconds.get(drafter, 0.0) * _SAVED_SHARE > _COMPILE_S
+    on_gpu = graphs_for(execution_device(drafter)) is not None
+    is_earned = on_gpu or _eager_seconds.get(drafter, 0.0) * _SAVED_SHARE > _COMPILE_S
     compiles = compile_drafter is True or (compile_drafter == "auto" and is_earned)
     is_warm = compile_drafter == "auto" and drafter in _known and bool(_known[drafter].ready)
     if not compiles and not is_warm:
         return None
     compiled = compiled_drafter(drafter)
     compiled.refresh(drafter._backbone)
-    return None if compiled.reason is not None else DraftingCache(compiled, compiles)
+    return None if compiled.reason is not None else compiled.make_cache(compiles)
 
 
 def count_eager(drafter, seconds: float):
@@ -70,7 +83,7 @@ def pass_buckets(block_size: int) -> tuple[int, ...]:
     return (block_size + block_size // 2, 2 * block_size, packed, 2 * packed, 4 * packed)
 
 
-class CompiledDrafter(CompiledTarget):
+class CompiledDrafter(CompiledPasses):
     """
     What is compiled and packed for one drafter.
 
@@ -94,6 +107,9 @@ class CompiledDrafter(CompiledTarget):
         self.ready.clear()
         super()._build(model)
 
+    def make_cache(self, compiles: bool = False) -> "DraftingCache":
+        return DraftingCache(self, compiles)
+
     @property
     def longest_synchronous(self) -> int:
         return self._buckets[1]
@@ -105,7 +121,7 @@ class CompiledDrafter(CompiledTarget):
 
     def size_of(self, cache: "DraftingCache", num_tokens: int) -> tuple[int, int] | None:
         """Bucket and capacity of a pass of so many tokens over a session's storage; `None` if it is too long."""
-        bucket = next((bucket for bucket in self._buckets if bucket >= num_tokens), None)
+        bucket = self._bucket_for(num_tokens)
         if bucket is None:
             return None
         length = cache.get_seq_length() + bucket
@@ -146,7 +162,7 @@ class CompiledDrafter(CompiledTarget):
             position_ids=positions,
             attention_mask=masks,
             use_cache=True,
-            **{self._cache_argument: cache},
+            **{self.cache_argument: cache},
         )
         return outputs.last_hidden_state
 
@@ -239,6 +255,9 @@ def warm_up(drafter, max_context: int):
     max_positions = max_draft_positions(drafter.config.backbone_config)
     if max_positions is not None:
         max_context = min(max_context, max_positions)
+    if isinstance(compiled, GraphedDrafter):
+        compiled.warm_up(drafter, max_context, longest)
+        return
     capacity = first_capacity(1)
     while capacity <= first_capacity(max_context):
         compiled.make_ready(drafter, [(bucket, capacity) for bucket in compiled.buckets_up_to(longest)])

@@ -27,7 +27,7 @@ def first_capacity(num_tokens: int) -> int:
     return capacity_for(num_tokens + _FIRST_ROOM + _SLACK)
 
 
-class _StorageLayer(CacheLayerMixin):
+class StorageLayer(CacheLayerMixin):
     """One layer's keys and values, of shape `(batch, heads, capacity, head_dim)`, zero where nothing was written."""
 
     is_sliding = False  # all keys are kept; a sliding window is the mask's business
@@ -51,13 +51,16 @@ class _StorageLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None):
         value_states = key_states if value_states is None else value_states  # older releases pass the keys alone
         self.device, self.dtype = key_states.device, key_states.dtype
-        wanted = key_states.shape[2] + _FIRST_ROOM
-        if self._max_length is not None:
-            wanted = max(key_states.shape[2], min(wanted, self._max_length))
-        capacity = capacity_for(wanted + _SLACK)
-        self.keys = _zeros_like_states(key_states, capacity)
-        self.values = _zeros_like_states(value_states, capacity)
+        capacity = self._first_capacity(key_states.shape[2])
+        self.keys = zeros_like_states(key_states, capacity)
+        self.values = zeros_like_states(value_states, capacity)
         self.is_initialized = True
+
+    def _first_capacity(self, num_tokens: int) -> int:
+        wanted = num_tokens + _FIRST_ROOM
+        if self._max_length is not None:
+            wanted = max(num_tokens, min(wanted, self._max_length))
+        return capacity_for(wanted + _SLACK)
 
     def reserve(self, num_tokens: int):
         """Room for `num_tokens` in all; growing copies what is filled."""
@@ -65,7 +68,7 @@ class _StorageLayer(CacheLayerMixin):
             return
         for name in ("keys", "values"):
             old = getattr(self, name)
-            new = _zeros_like_states(old, capacity_for(num_tokens))
+            new = zeros_like_states(old, capacity_for(num_tokens))
             new[:, :, : self.length] = old[:, :, : self.length]
             setattr(self, name, new)
 
@@ -106,7 +109,7 @@ class _StorageLayer(CacheLayerMixin):
         self.length = 0
 
 
-def _zeros_like_states(states: torch.Tensor, capacity: int) -> torch.Tensor:
+def zeros_like_states(states: torch.Tensor, capacity: int) -> torch.Tensor:
     """Storage for states. Not an inference tensor, which no other thread could write to outside inference mode."""
     with torch.inference_mode(False):
         shape = (*states.shape[:2], capacity, states.shape[3])
@@ -123,7 +126,7 @@ class GrowingStaticCache(Cache):
     """
 
     def __init__(self, num_layers: int, max_length: int | None = None):
-        super().__init__(layers=[_StorageLayer(max_length) for _ in range(num_layers)])
+        super().__init__(layers=[StorageLayer(max_length) for _ in range(num_layers)])
 
     @property
     def capacity(self) -> int:
@@ -149,4 +152,11 @@ class GrowingStaticCache(Cache):
             layer.length += num_kept
 
 
-__all__ = ["MIN_CAPACITY", "GrowingStaticCache", "capacity_for", "first_capacity"]
+__all__ = [
+    "MIN_CAPACITY",
+    "GrowingStaticCache",
+    "StorageLayer",
+    "capacity_for",
+    "first_capacity",
+    "zeros_like_states",
+]

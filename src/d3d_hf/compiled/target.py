@@ -17,10 +17,13 @@ import torch
 from torch import nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
-from ..backbones import cache_argument, decoder_layers
+from ..backbones import cache_argument
+from .graph_backend import graphs_for
+from .graphed import GraphedTarget
 from .layer_graph import LayerGraph, NotServedError, has_hooks, signature_of
-from .packed_weights import PackedWeights, can_pack, packed_linear, version_of
+from .packed_weights import PackedWeights, can_pack, packed_linear
 from .static_cache import MIN_CAPACITY, GrowingStaticCache, capacity_for
+from .static_passes import StaticPasses, layers_of, serves
 
 
 logger = logging.getLogger(__name__)
@@ -28,11 +31,6 @@ logger = logging.getLogger(__name__)
 DRAFT_LENGTHS = (8, 16)
 
 _STATE = "_compiled_target"
-_ATTENTION = ("sdpa", "eager")
-# Largest difference between a graph and the layer's own forward, of a token's hidden state, relative to its norm.
-_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-# Arguments of a forward that a static pass knows; the others must be absent.
-_KNOWN_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict")
 
 
 def compile_target(
@@ -41,11 +39,13 @@ def compile_target(
     r"""
     Makes `model.generate` run its forwards after the prefill compiled: plain, with any assistant, with a D3D drafter.
     Batches, beams, prefill and calls that ask for attentions or hidden states run as before, and so does a model that
-    cannot be served (one line in the log says why). CPU only.
+    cannot be served (one line in the log says why).
 
-    One decoder layer is compiled for each draft length and each capacity of the KV cache (powers of two from 256),
-    when it is first needed or ahead of time, and serves all layers. On CPUs with oneDNN the weights of linear maps are
-    kept a second time in the layout that its kernels read, which doubles their memory.
+    On a CPU one decoder layer is compiled for each draft length and each capacity of the KV cache (powers of two from
+    256), when it is first needed or ahead of time, and serves all layers. On CPUs with oneDNN the weights of linear
+    maps are kept a second time in the layout that its kernels read, which doubles their memory. On a GPU the whole
+    forward is captured as a CUDA graph, for each draft length and capacity likewise; its KV storage is kept for the
+    next generation.
 
     Changed weights, dtypes, devices, adapters and modules are noticed when the next generation begins. Hooks inside
     decoder layers switch compiled forwards off. Copies and pickles of the model are plain models.
@@ -77,7 +77,8 @@ def compile_target(
     if max_context is not None and (not isinstance(max_context, int) or max_context < 1):
         raise ValueError(f"max_context is {max_context!r}: give a number of tokens, at least 1.")
     uncompile_target(model)
-    state = CompiledTarget(model, buckets=(1, *(length + 1 for length in lengths)))
+    buckets, graphs = (1, *(length + 1 for length in lengths)), graphs_for(model.device)
+    state = CompiledTarget(model, buckets) if graphs is None else GraphedTarget(model, buckets, graphs)
     if state.reason is None:
         model.__dict__[_STATE] = state
         model.__class__ = _compiled_class(type(model))
@@ -117,7 +118,7 @@ class _CompiledModel:
         is_single = batch_size == 1 and generation_config.num_beams == generation_config.num_return_sequences == 1
         is_ordinary = type(model_kwargs.get(key)) is DynamicCache and generation_config.cache_implementation is None
         if state.reason is None and is_single and is_ordinary and not was_given and not generation_config.is_assistant:
-            model_kwargs[key] = GrowingStaticCache(state.num_layers, max_cache_length)
+            model_kwargs[key] = state.make_cache(max_cache_length)
         return result
 
     def __reduce_ex__(self, protocol):
@@ -145,49 +146,15 @@ def _compiled_class(plain_class: type) -> type:
     return type(plain_class.__name__, (_CompiledModel, plain_class), members)
 
 
-class CompiledTarget:
-    """
-    What is compiled and packed for one model. It refers to the model's modules, never to the model.
+class CompiledPasses(StaticPasses):
+    """Static passes on the CPU, one compiled graph in the place of each layer."""
 
-    Args:
-        model (`PreTrainedModel`): The model.
-        buckets (`tuple[int, ...]`): Tokens of a static pass, ascending.
-
-    Attributes:
-        reason (`str`, *optional*): Why the model cannot be served, if it cannot.
-        num_static_passes (`int`): Forwards that ran compiled.
-    """
-
-    def __init__(self, model: PreTrainedModel, buckets: tuple[int, ...]):
-        self._buckets = buckets
-        self._cache_argument = cache_argument(model)
-        self._lock = threading.Lock()
-        self._told = None
-        self._signature = self._stand_in = None
-        self.num_layers = 0
-        self.num_static_passes = 0
-        self.reason = None
-        self.refresh(model)
-
-    @torch.no_grad()
-    def refresh(self, model: PreTrainedModel):
-        """Looks at the model as it is and drops what no longer fits it."""
-        with self._lock:
-            try:
-                signature = _signature_of(model)
-                if signature != self._signature:
-                    self._signature = signature
-                    self.reason = None
-                    self._build(model)
-                elif self._packed.drop_changed():
-                    self._forget_weights()
-                self._versions = self._sum_of_versions()
-            except NotServedError as error:
-                self._signature = self._stand_in = None
-                self._refuse(model, str(error))
+    device_type = "cpu"
+    attention = ("sdpa", "eager")
+    tolerances = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
     def _build(self, model: PreTrainedModel):
-        layers = _layers_of(model)
+        layers = layers_of(model)
         signatures = list(map(signature_of, layers))
         groups = {signature: number for number, signature in enumerate(dict.fromkeys(signatures))}
         self._packed = PackedWeights()
@@ -197,42 +164,19 @@ class CompiledTarget:
             for index, (layer, signature) in enumerate(zip(layers, signatures))
         ]
         self.num_layers = len(layers)
-        self._parameters = list(model.parameters())
         self._stand_in = _with_layers(model, self._layers, self._packed)
+
+    def _drop(self):
+        super()._drop()
+        self._stand_in = None
+
+    def _look_at_weights(self):
+        if self._packed.drop_changed():
+            self._forget_weights()
 
     def _forget_weights(self):
         for layer in self._layers:
             layer.forget_weights()
-
-    def _sum_of_versions(self) -> int:
-        return sum(map(version_of, self._parameters))
-
-    def _refuse(self, model: PreTrainedModel, reason: str):
-        self.reason = reason
-        if reason != self._told:
-            self._told = reason
-            logger.warning(f"{type(model).__name__} cannot be compiled and runs as before: {reason}.")
-
-    def forward(self, model: PreTrainedModel, kwargs: dict):
-        """The model's outputs, or `None` where its own forward must run."""
-        cache = kwargs.get(self._cache_argument)
-        if not isinstance(cache, GrowingStaticCache) or not self._serves(model, kwargs, cache):
-            return None
-        num_tokens = kwargs["input_ids"].shape[1]
-        bucket = next(bucket for bucket in self._buckets if bucket >= num_tokens)
-        if self._sum_of_versions() != self._versions:
-            self.refresh(model)
-            if self.reason is not None:
-                return None
-        plain_forward, stand_in = type(model)._plain_class.forward, self._stand_in
-        outputs = self._run_static(
-            model, cache, bucket, num_tokens, lambda: plain_forward(stand_in, **_padded(kwargs, bucket))
-        )
-        if outputs is None:
-            return None
-        to_keep = kwargs.get("logits_to_keep") or num_tokens
-        outputs.logits = outputs.logits[:, max(0, num_tokens - to_keep) : num_tokens]
-        return outputs
 
     def _run_static(self, model: PreTrainedModel, cache: GrowingStaticCache, bucket: int, num_tokens: int, run):
         """What `run()` returns, a pass of `bucket` tokens of which `num_tokens` are kept; `None` if it is refused."""
@@ -249,28 +193,6 @@ class CompiledTarget:
         self.num_static_passes += 1
         return outputs
 
-    def _serves(self, model: PreTrainedModel, kwargs: dict, cache: GrowingStaticCache) -> bool:
-        ids, mask, to_keep = kwargs.get("input_ids"), kwargs.get("attention_mask"), kwargs.get("logits_to_keep", 0)
-        asked = ("output_attentions", "output_hidden_states")
-        others = (value for name, value in kwargs.items() if name not in (*_KNOWN_ARGUMENTS, self._cache_argument))
-        return (
-            self.reason is None
-            and cache.get_seq_length() > 0
-            and ids is not None
-            and ids.shape[0] == 1
-            and ids.shape[1] <= self._buckets[-1]
-            and (mask is None or mask.dim() == 2)
-            and isinstance(to_keep, int)
-            and kwargs.get("use_cache") is not False
-            and kwargs.get("return_dict", model.config.return_dict) is not False
-            and not any(getattr(model.config, name, False) for name in asked)
-            and all(value is None or value is False for value in others)
-            and not model.training
-            and not torch.is_grad_enabled()
-            and not torch.is_autocast_enabled("cpu")
-            and cache.holds(model.dtype)
-        )
-
     def graph_for(self, layer: nn.Module, group: int, args: tuple, kwargs: dict, index: int, key: tuple) -> LayerGraph:
         """The graph for a layer and the shapes of a call, compiled if it is not there."""
         graph = self._graphs.get((group, *key))
@@ -282,6 +204,34 @@ class CompiledTarget:
                     graph = self._graphs[(group, *key)] = LayerGraph(layer, args, kwargs, index)
         return graph
 
+
+class CompiledTarget(CompiledPasses):
+    """What is compiled and packed for one target."""
+
+    def make_cache(self, max_length: int | None = None) -> GrowingStaticCache:
+        return GrowingStaticCache(self.num_layers, max_length)
+
+    def forward(self, model: PreTrainedModel, kwargs: dict):
+        """The model's outputs, or `None` where its own forward must run."""
+        cache = kwargs.get(self.cache_argument)
+        if not isinstance(cache, GrowingStaticCache) or not serves(self, model, kwargs, cache):
+            return None
+        num_tokens = kwargs["input_ids"].shape[1]
+        bucket = self._bucket_for(num_tokens)
+        if self._sum_of_versions() != self._versions:
+            self.refresh(model)
+            if self.reason is not None:
+                return None
+        plain_forward, stand_in = type(model)._plain_class.forward, self._stand_in
+        outputs = self._run_static(
+            model, cache, bucket, num_tokens, lambda: plain_forward(stand_in, **_padded(kwargs, bucket))
+        )
+        if outputs is None:
+            return None
+        to_keep = kwargs.get("logits_to_keep") or num_tokens
+        outputs.logits = outputs.logits[:, max(0, num_tokens - to_keep) : num_tokens]
+        return outputs
+
     @torch.no_grad()
     def warm_up(self, model: PreTrainedModel, max_context: int):
         """Runs every bucket at every capacity up to a context length."""
@@ -291,7 +241,7 @@ class CompiledTarget:
         try:
             while self.reason is None and capacity <= capacity_for(max_context + self._buckets[-1]):
                 cache = GrowingStaticCache(self.num_layers, max_length=1)
-                keywords = {self._cache_argument: cache, "use_cache": True, "return_dict": True}
+                keywords = {self.cache_argument: cache, "use_cache": True, "return_dict": True}
                 model(input_ids=ids, **keywords)
                 for layer in cache.layers:
                     layer.reserve(capacity)
@@ -306,7 +256,7 @@ class CompiledTarget:
 class _CompiledLayer(nn.Module):
     """Stands in for a decoder layer during static passes."""
 
-    def __init__(self, layer: nn.Module, index: int, group: int, state: CompiledTarget):
+    def __init__(self, layer: nn.Module, index: int, group: int, state: CompiledPasses):
         super().__init__()
         self.layer = layer
         self._index, self._group, self._state = index, group, state
@@ -338,7 +288,7 @@ class _CompiledLayer(nn.Module):
         # Padding may be embedded as zero.
         norm = gap_to.float().norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
         gap = ((compiled - gap_to).float().norm(dim=-1) / norm).max()
-        if not gap <= _TOLERANCES[gap_to.dtype]:
+        if not gap <= self._state.tolerances[gap_to.dtype]:
             raise NotServedError(f"layer {self._index} and its graph differ by {gap:.2g} of the hidden state")
         self._weights[key] = (graph, weights)
         return expected
@@ -362,34 +312,9 @@ class _PackedHead(nn.Module):
         return packed_linear(hidden_states, self._packed.of(head.weight), head.bias)
 
 
-def _signature_of(model: PreTrainedModel) -> tuple:
-    """What a model must have in common with itself before for its graphs to be kept."""
-    if model.config.is_encoder_decoder:
-        raise NotServedError("it is an encoder-decoder model")
-    if model.config._attn_implementation not in _ATTENTION:
-        raise NotServedError(f"its attention is {model.config._attn_implementation!r}, not one of {_ATTENTION}")
-    if getattr(model, "is_quantized", False):
-        raise NotServedError("its weights are quantised")
-    tensors = [*model.parameters(), *model.buffers()]
-    if any(tensor.device.type != "cpu" for tensor in tensors):
-        raise NotServedError(f"it is on {model.device}, and compiled forwards are for the CPU")
-    if model.dtype not in _TOLERANCES:
-        raise NotServedError(f"its dtype is {model.dtype}, not one of {tuple(_TOLERANCES)}")
-    layers = tuple(map(signature_of, _layers_of(model)))
-    identities = tuple(map(id, (*model.modules(), *tensors)))
-    return layers, identities, model.dtype, model.config._attn_implementation
-
-
-def _layers_of(model: PreTrainedModel) -> nn.ModuleList:
-    try:
-        return decoder_layers(model)
-    except (ValueError, AttributeError):
-        raise NotServedError("its decoder layers do not stand in one list, each on its own") from None
-
-
 def _with_layers(model: PreTrainedModel, layers: list[nn.Module], packed: PackedWeights) -> PreTrainedModel:
     """A second object over the model's own modules, in which other modules stand in for the layers and the head."""
-    base, replaced = model.base_model, _layers_of(model)
+    base, replaced = model.base_model, layers_of(model)
     name = next(name for name, child in base.named_children() if child is replaced)
     new_base = _sharing(base, {name: nn.ModuleList(layers)})
     changes = {name: new_base for name, child in model.named_children() if child is base}
@@ -421,4 +346,11 @@ def _padded(kwargs: dict, bucket: int) -> dict:
     return padded
 
 
-__all__ = ["DRAFT_LENGTHS", "CompiledTarget", "compile_target", "compiled_target", "uncompile_target"]
+__all__ = [
+    "DRAFT_LENGTHS",
+    "CompiledPasses",
+    "CompiledTarget",
+    "compile_target",
+    "compiled_target",
+    "uncompile_target",
+]
