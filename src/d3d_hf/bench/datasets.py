@@ -85,7 +85,7 @@ def _from_hub(hub_set: _HubSet, max_samples: int | None) -> list[Prompt]:
     except ImportError as error:
         raise ImportError(
             f"{hub_set.repository} is read with the datasets package, which is not installed: pip install "
-            "d3d_hf[train], or give a JSONL file of turns"
+            "d3d_hf[bench], or give a JSONL file of turns"
         ) from error
     try:
         if hub_set.data_files is None:

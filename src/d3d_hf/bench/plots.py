@@ -73,6 +73,15 @@ def depth_points(reports: Mapping[str, Mapping]) -> list[dict]:
     return sorted(points, key=lambda point: point["num_layers"]) if is_varied else []
 
 
+def _color(number: int) -> str:
+    """Matplotlib's default cycle has ten colours; every method has one of its own, the same in all pictures."""
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    palette = colormaps["tab20"]
+    return to_hex(palette((2 * number + number // 10) % 20))
+
+
 def _draw_speedups(figure, results: Sequence[Mapping]):
     datasets = list(dict.fromkeys(result["dataset"] for result in results))
     methods = list(dict.fromkeys(result["method"] for result in results))
@@ -87,7 +96,7 @@ def _draw_speedups(figure, results: Sequence[Mapping]):
         # A bootstrap interval of a median may end at the median itself, and rounding must not turn it inside out.
         below = [max(0.0, result["speedup"] - result["speedup_interval"][0]) for result in found]
         above = [max(0.0, result["speedup_interval"][1] - result["speedup"]) for result in found]
-        axes.bar(places, heights, width, yerr=[below, above], capsize=2, label=method, color=f"C{number}")
+        axes.bar(places, heights, width, yerr=[below, above], capsize=2, label=method, color=_color(number))
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks([place + (len(methods) - 1) * width / 2 for place in range(len(datasets))], datasets)
     axes.set(ylabel="speedup over plain generation", ylim=(0, None))
@@ -102,7 +111,7 @@ def _draw_acceptance(figure, results: Sequence[Mapping]):
     for axes, dataset in zip(grid[0], datasets):
         for result in results:
             if result["dataset"] == dataset:
-                color = f"C{methods.index(result['method'])}"
+                color = _color(methods.index(result["method"]))
                 slots = range(1, 1 + len(result["slot_acceptance"]))
                 axes.plot(slots, result["slot_acceptance"], "o-", label=result["method"], color=color)
         axes.xaxis.get_major_locator().set_params(integer=True)
@@ -121,6 +130,7 @@ def _draw_depths(figure, data):
             own = [point for point in points if (point["dataset"], point["method"]) == curve]
             depths, speedups = [p["num_layers"] for p in own], [p["speedup"] for p in own]
             axes.plot(depths, speedups, "o-", label=", ".join(curve))
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set(xlabel="layers of the drafter", ylabel="speedup over plain generation", ylim=(0, None))
         axes.legend()
     for name, report in prunings.items():

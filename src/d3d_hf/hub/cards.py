@@ -187,7 +187,7 @@ def _eval_results(report: dict) -> list[EvalResult]:
             continue
         title, dataset = _BENCHMARKS.get(row["dataset"], (row["dataset"], row["dataset"]))
         for metric, label in (("tokens_per_round", "Tokens per round"), ("speedup", "Speedup")):
-            if metric in row:
+            if row.get(metric):  # 0 where a method could not run
                 results.append(
                     EvalResult(
                         task_type="text-generation",
@@ -226,8 +226,10 @@ def _benchmark(report: dict, path: str) -> dict:
     """One results file as the template shows it."""
     machine, versions = report["machine"], report["versions"]
     accelerators = ", ".join(machine["accelerators"]) or "no accelerator"
+    temperature = report.get("settings", {}).get("temperature")
+    decoding = f"Temperature {temperature:g}" if temperature else "Greedy"
     heading = (
-        f"Greedy, played through, all methods interleaved in one run on {machine['num_threads']} threads of "
+        f"{decoding}, played through, all methods interleaved in one run on {machine['num_threads']} threads of "
         f"{machine['processor']} ({machine['num_cores']} cores, {accelerators}), torch {versions['torch']}, "
         f"transformers {versions['transformers']}, {report.get('date') or 'date not recorded'}."
     )
@@ -242,12 +244,12 @@ def _benchmark(report: dict, path: str) -> dict:
 
 def _result_row(row: dict) -> list[str]:
     def figure(name, digits=2):
-        return f"{row[name]:.{digits}f}" if name in row else "not measured"
+        return f"{row[name]:.{digits}f}" if row.get(name) else "not measured"
 
     number = row["num_prompts"]
     title, _ = _BENCHMARKS.get(row["dataset"], (row["dataset"], None))
     rates = [figure("tokens_per_round"), figure("tokens_per_second", 1), figure("speedup")]
-    equal = f"{row['ids_equal']} of {number}" if "ids_equal" in row else "not measured"
+    equal = f"{row['ids_equal']} of {number}" if row.get("ids_equal") is not None else "not measured"
     return [title, row["method"], number, *rates, equal]
 
 
