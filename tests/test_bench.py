@@ -685,6 +685,7 @@ def test_a_page_says_where_d3d_loses_and_why(bench, tmp_path):
     report = {
         "results": results,
         "averages": averages(results),
+        "title": "Talk",
         "argv": ["d3d-hf", "bench"],
         "date": "2026-01-01",
         "git_commit": None,
@@ -692,7 +693,6 @@ def test_a_page_says_where_d3d_loses_and_why(bench, tmp_path):
         "versions": {"torch": "2", "transformers": "5"},
         "machine": {"accelerators": [], "num_threads": 1, "processor": "x", "num_cores": 2},
         "settings": {
-            "title": "Talk",
             "target": "T",
             "dtype": "float32",
             "drafters": {"D": {}},

@@ -27,7 +27,7 @@ NOT_RUN = {"dataset": "gsm8k", "method": "dflash", "drafter": None, "num_prompts
 def report_of(results, drafters=("full", 30)):
     name, num_layers = drafters
     settings = {"drafters": {name: {"num_layers": num_layers, "block_size": 8}}}
-    return {"results": results, "settings": settings, "argv": ["d3d-hf"], "machine": {}}
+    return {"title": "Talk", "results": results, "settings": settings, "argv": ["d3d-hf"], "machine": {}}
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def read_reports(paths: Sequence[str | Path]) -> dict[str, dict]:
 
 def is_bench_report(report) -> bool:
     """Whether a JSON value is what `d3d-hf bench` writes."""
-    return isinstance(report, Mapping) and {"results", "settings", "argv", "machine"} <= report.keys()
+    return isinstance(report, Mapping) and {"title", "results", "settings", "argv", "machine"} <= report.keys()
 
 
 def _section(name: str, report: Mapping) -> str:
@@ -68,7 +68,7 @@ def _section(name: str, report: Mapping) -> str:
     drafters = ", ".join(settings["drafters"]) or "none"
     lines = [
         "",
-        f"## {settings['title']}",
+        f"## {report['title']}",
         "",
         f"Target {settings['target']} in {settings['dtype']}, drafter {drafters}; {decoding}, "
         f"{settings['max_new_tokens']} new tokens at most; {machine['num_threads']} threads of {machine['processor']} "

@@ -244,10 +244,13 @@ def _set_up(args: argparse.Namespace, names: list[str], profile: list[float] | N
     from ..bench.methods import Contestants
     from ..bench.models import is_shape, load_dflash
     from ..bench.synthetic import ImposedAcceptance
-    from .loading import load_target, usable_device
+    from .loading import load_target, read_drafter_config, usable_device
     from .regenerate import _template_settings
 
     template_settings = _template_settings(args.template_arg)
+    for name in args.drafter:
+        if not is_shape(name):
+            read_drafter_config(name, "--drafter")
     device = state.device if args.device is None and state.num_processes > 1 else usable_device(args.device)
     if is_shape(args.target):
         target, template, prompt_sets, tokenizer = _random_target(args, device)
@@ -336,7 +339,6 @@ def _settings(args: argparse.Namespace, methods, contestants, prompt_sets, profi
 
     target = args.target or embedded.TARGET_NAME
     return {
-        "title": args.title or ", ".join(prompt_set.name for prompt_set in prompt_sets),
         "target": portable_command([target])[0],
         "drafters": {
             name: {"num_layers": drafter.config.num_hidden_layers, "block_size": drafter.config.block_size}
@@ -388,6 +390,7 @@ def _finish(args: argparse.Namespace, settings: dict, store, contestants, state)
     results = summarise(rows, is_greedy=args.temperature == 0)
     print_table(results)
     report = {
+        "title": args.title or ", ".join(settings["datasets"]),
         "results": rounded(results),
         "averages": rounded(averages(results)),
         "settings": settings,
