@@ -10,7 +10,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from .packed_attention import packed_attention, packed_attention_twin
+from .attention import packed_attention, packed_attention_twin
 from .visibility import visibility_of
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from .packed_attention import has_triton
+from .attention import has_triton
 
 
 class TokenChoice(NamedTuple):

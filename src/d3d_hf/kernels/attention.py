@@ -60,9 +60,9 @@ def packed_attention(
         ValueError: Shapes that do not fit each other.
     """
     _check_shapes(query, key, value, visibility, num_splits)
-    if not _runs_kernel(query, key, value):
+    if not runs_kernel(query, key, value):
         return packed_attention_twin(query, key, value, visibility, scaling)
-    from .packed_attention_triton import launch
+    from .attention_triton import launch
 
     return launch(query, key, value, visibility, query.shape[-1] ** -0.5 if scaling is None else scaling, num_splits)
 
@@ -100,7 +100,8 @@ def packed_attention_twin(
     return outputs.flatten(2, 3).to(query.dtype)
 
 
-def _runs_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+def runs_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether [`packed_attention`] runs the kernel for these states, and not its twin."""
     needs_grad = torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value))
     return (
         query.is_cuda
@@ -133,4 +134,4 @@ def _check_shapes(query, key, value, visibility, num_splits):
         raise ValueError(f"num_splits is {num_splits}: give at least 1.")
 
 
-__all__ = ["DTYPES", "HEAD_DIMS", "has_triton", "packed_attention", "packed_attention_twin"]
+__all__ = ["DTYPES", "HEAD_DIMS", "has_triton", "packed_attention", "packed_attention_twin", "runs_kernel"]
