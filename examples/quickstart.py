@@ -3,7 +3,7 @@
 import argparse
 import time
 
-from example_models import encode, load_drafter, load_target, same_ids
+from example_models import compare_ids, encode, load_drafter, load_target
 
 
 def main():
@@ -20,16 +20,16 @@ def main():
     for name, kwargs in (("without drafter", {}), ("with drafter", {"assistant_model": drafter})):
         target.generate(**inputs, max_new_tokens=4, do_sample=False, **kwargs)  # warm-up
         start = time.perf_counter()
-        answers[name] = target.generate(**inputs, max_new_tokens=args.max_new_tokens, do_sample=False, **kwargs)
+        ids = target.generate(**inputs, max_new_tokens=args.max_new_tokens, do_sample=False, **kwargs)
         seconds = time.perf_counter() - start
-        num_new = answers[name].shape[1] - inputs["input_ids"].shape[1]
-        print(f"{name:>15}: {num_new} tokens, {num_new / seconds:.1f} tokens/s")
+        answers[name] = ids[0, inputs["input_ids"].shape[1] :]
+        print(f"{name:>15}: {len(answers[name])} tokens, {len(answers[name]) / seconds:.1f} tokens/s")
 
     plain, drafted = answers.values()
     stats = drafter.last_generation_stats
-    print(f"       same ids: {same_ids(plain, drafted)}")
-    print(f"tokens per round: {stats.tokens_per_round:.2f} in {stats.num_rounds} rounds of the target")
-    print(tokenizer.decode(drafted[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    print(f"       same ids: {compare_ids(plain, drafted)}")
+    print(f"{stats.tokens_per_round:>15.2f}  tokens per round, in {stats.num_rounds} rounds")
+    print(tokenizer.decode(drafted, skip_special_tokens=True))
 
 
 if __name__ == "__main__":

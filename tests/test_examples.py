@@ -16,6 +16,7 @@ TINY = {
     "sampling": ("temperature 0.7", "the same again"),
     "train_drafter": ("eval_tokens_per_round", "Drafting with it"),
     "prune_drafter": ("without layer", "kept layers"),
+    "benchmark": ("d3d-sync", "3 of 3", "Fastest"),
     "two_devices": ("drafter on", "of the drafting was hidden"),
     "export_drafter": ("pard_token 16", "The target goes on"),
 }
