@@ -12,6 +12,7 @@ its last checkpoint, and one whose drafters are there evaluates them.
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -92,7 +93,7 @@ def main():
         args,
     )
     settings = {k: v for k, v in vars(args).items() if k not in ("data", "output_dir", "target")}
-    command = ["benchmarks/dflash/compare.py", f"--steps={args.steps}", f"--layers={args.layers}"]
+    command = [Path(part).name if Path(part).is_absolute() else part for part in sys.argv]
     report = {"results": results, "settings": settings, "num_train_rows": len(kept) - args.eval_rows}
     (args.output_dir / "report.json").write_text(json.dumps({**report, **provenance(command)}, indent=1))
 
