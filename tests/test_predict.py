@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d3d_hf.cli import main
+from d3d_hf.commands import predict as predict_command
 from d3d_hf.cost_model import (
     HARDWARE,
     AcceptanceProfile,
@@ -317,13 +318,16 @@ def written(tmp_path, content) -> str:
 class TestInputs:
     def test_rows_of_a_benchmark(self, tmp_path):
         rows = [
-            {"dataset": "gsm8k", "method": "plain", "tokens_per_second": 20.0},
+            {"dataset": "gsm8k", "method": "plain", "tokens_per_second": 20.0, "slot_acceptance": []},
+            {"dataset": "gsm8k", "method": "prompt-lookup", "slot_acceptance": [0.3, 0.9]},
+            {"dataset": "gsm8k", "method": "d3d-async", "slot_acceptance": [0.7, 0.6]},
             {"dataset": "gsm8k", "method": "d3d-sync", "slot_acceptance": [0.9, 0.8]},
             {"dataset": "mt-bench", "method": "d3d-sync", "slot_acceptance": [0.6, 0.5]},
         ]
         path = written(tmp_path, {"results": rows})
         assert read_acceptance(path).slots == (0.9, 0.8)
         assert read_acceptance(path, dataset="mt-bench").slots == (0.6, 0.5)
+        assert read_acceptance(path, method="prompt-lookup").slots == (0.3, 0.9)
         with pytest.raises(ValueError, match="humaneval.*gsm8k/d3d-sync"):
             read_acceptance(path, dataset="humaneval")
 
@@ -398,6 +402,25 @@ class TestCommand:
         given_row, best_row = json.loads(output.read_text())["predicted"]
         assert (given_row["num_layers"], best_row["num_layers"]) == (28, 20)
 
+    def test_tokens_per_round_are_what_was_asked_for(self, tmp_path, capsys):
+        output = tmp_path / "predicted.json"
+        arguments = [
+            "--tokens-per-round",
+            "4.01",
+            "--block-size",
+            "8",
+            "--schedule",
+            "serial",
+            "--output",
+            str(output),
+        ]
+        assert main([*_SHAPES, *arguments]) == 0
+        assert json.loads(output.read_text())["predicted"][0]["tokens_per_round"] == pytest.approx(4.01)
+
+    def test_every_device_can_be_named(self):
+        assert predict_command._DEVICES == tuple(HARDWARE)
+        assert predict_command._SCHEDULES == tuple(schedule.value for schedule in Schedule)
+
     def test_times_of_a_file(self, tmp_path, capsys):
         times = {
             "target": {"forward_ms": {"1": 25, "9": 33}},
@@ -415,7 +438,9 @@ class TestCommand:
         [
             (["predict", "--acceptance", "0.9"], "no times are given"),
             (["predict", "--acceptance", "0.9", "--hardware", "h200"], "--target and --drafter are missing"),
-            ([*_SHAPES], "--acceptance is missing"),
+            ([*_SHAPES], "give either --acceptance"),
+            ([*_SHAPES, "--tokens-per-round", "4"], "needs --block-size"),
+            ([*_SHAPES, "--tokens-per-round", "9.5", "--block-size", "8"], "give 1 to 9"),
             ([*_SHAPES, "--acceptance", "0.9,x"], "no list of numbers"),
             ([*_SHAPES, "--acceptance", "1.9"], "each from 0 to 1"),
             ([*_SHAPES, "--acceptance", "0.9,0.8", "--draft-length", "3"], "draft_length is 3"),

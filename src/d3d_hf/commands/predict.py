@@ -41,6 +41,12 @@ def add_command(commands):
         metavar="P,P,...|FILE",
         help="conditional chance of each draft token, or a JSON file of d3d-hf bench or d3d-hf evaluate",
     )
+    parser.add_argument(
+        "--tokens-per-round",
+        type=real_number(1),
+        metavar="X",
+        help="in its place: equal chances with which a draft of --block-size tokens emits so many",
+    )
     parser.add_argument("--masked-acceptance", metavar="P,P,...", help="of branches that do not see the bonus")
     parser.add_argument("--bonus-hit-rates", metavar="P,P,...", help="of one, two, ... guesses of the bonus")
     parser.add_argument("--dataset", metavar="NAME", help="row of a benchmark file")
@@ -101,8 +107,13 @@ def _update_pages(paths: list[str]) -> int:
 def _predict(args: argparse.Namespace) -> int:
     from ..cost_model import Plan, Schedule, best_choice, predict, simulate
 
-    if args.acceptance is None:
-        raise UsageError("--acceptance is missing: give chances such as 0.9,0.85,0.8, or a JSON file")
+    if (args.acceptance is None) == (args.tokens_per_round is None):
+        raise UsageError(
+            "give either --acceptance, chances such as 0.9,0.85,0.8 or a JSON file, or --tokens-per-round with "
+            "--block-size"
+        )
+    if args.tokens_per_round is not None and args.block_size is None:
+        raise UsageError("--tokens-per-round needs --block-size: give the draft tokens of a round that emits so many")
     if not (args.hardware or args.times or args.measure or (args.bandwidth and args.flops)):
         raise UsageError("no times are given: give --hardware, --times FILE, --measure, or --bandwidth and --flops")
     if args.times is None and not (args.target and args.drafter):
@@ -186,11 +197,13 @@ def _numbers(text: str, name: str) -> tuple[float, ...]:
 
 def _profile(args):
     """The acceptance profile, and what had to be assumed of it."""
-    from ..cost_model import AcceptanceProfile
+    from ..cost_model import AcceptanceProfile, constant_profile
     from ..cost_model.acceptance import BONUS_HIT_RATES, MASKED_RETENTION
     from ..cost_model.inputs import GivenAcceptance, read_acceptance
 
-    if args.acceptance.endswith(".json") or os.path.exists(args.acceptance):
+    if args.acceptance is None:
+        given = GivenAcceptance(constant_profile(args.tokens_per_round, args.block_size))
+    elif args.acceptance.endswith(".json") or os.path.exists(args.acceptance):
         given = read_acceptance(args.acceptance, args.dataset, args.method)
     else:
         given = GivenAcceptance(_numbers(args.acceptance, "--acceptance"))

@@ -59,7 +59,8 @@ def read_acceptance(path: str | Path, dataset: str | None = None, method: str | 
     A profile out of one of these:
 
     - what `d3d-hf bench` writes: `results` is a list of objects with `dataset`, `method` and `slot_acceptance`, the
-      conditional probability of each slot; the first row that fits is taken;
+      conditional probability of each slot. Of several rows that fit, `d3d-sync` is taken, else another D3D method,
+      whose verdicts are those of several kinds of drafts, else the first;
     - what `d3d-hf evaluate --output` writes, which tells masked branches and hit rates too; its chances of being
       accepted up to a slot become conditional ones;
     - an object with `slot_acceptance` and, if known, `masked_slot_acceptance` and `bonus_hit_rates`.
@@ -92,7 +93,12 @@ def read_acceptance(path: str | Path, dataset: str | None = None, method: str | 
             f"{str(path)!r} has no slot_acceptance for dataset {dataset or 'any'} and method {method or 'any'}: its "
             f"rows are {', '.join(found) or 'none'}."
         )
-    return _given(rows[0])
+    return _given(min(rows, key=_order))
+
+
+def _order(row: Mapping) -> int:
+    name = str(row.get("method"))
+    return 0 if name == "d3d-sync" else 1 if name.startswith("d3d") else 2
 
 
 def _given(row: Mapping) -> GivenAcceptance:
