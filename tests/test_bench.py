@@ -254,6 +254,9 @@ def test_files_go_by_their_stem_and_other_names_are_refused(tmp_path, monkeypatc
     prompts = load_prompt_set(str(path), max_samples=1)
     assert (prompts.name, len(prompts.prompts)) == ("mine", 1)
     assert prompts.digest != load_prompt_set(str(path)).digest
+    assert [prompt.index for prompt in load_prompt_set(str(path), first=1).prompts] == [1]
+    with pytest.raises(ValueError, match="has 2 prompts: begin with a smaller number than 2"):
+        load_prompt_set(str(path), first=2)
     with pytest.raises(ValueError, match="'gsm9k' is neither a file nor one of gsm8k, math500, aime25"):
         load_prompt_set("gsm9k")
     monkeypatch.setitem(sys.modules, "datasets", None)

@@ -112,7 +112,7 @@ def folder(tmp_path):
     drafter.save_pretrained(folder)
     (folder / "card.yaml").write_text(yaml.safe_dump({**TEXTS, "results": ["bench.json"]}))
     report = {
-        "argv": ["benchmarks/play_through.py", "--drafter", "a b"],
+        "argv": ["benchmarks/compile_target.py", "--drafter", "a b"],
         "date": "2026-01-02",
         "git_commit": "0" * 40,
         "machine": {"processor": "Some CPU", "num_cores": 2, "num_threads": 1, "accelerators": ["Some GPU"]},
@@ -139,7 +139,7 @@ def test_a_card_is_filled_from_all_its_sources(folder, capsys):
         "| GSM8K | d3d-sync | 3 | 2.25 | not measured | 1.50 | not measured |",
         "| own set | plain | 3 | not measured | 7.0 | not measured | 3 of 3 |",
         "1 threads of Some CPU (2 cores, Some GPU), torch 2.9, transformers 5.23.0, 2026-01-02",
-        "python benchmarks/play_through.py --drafter 'a b'",
+        "python benchmarks/compile_target.py --drafter 'a b'",
         "| Layers | 2, kept of the original: 0, 2 |",
         "settings enable_thinking False",
         "| Thinking | off |",

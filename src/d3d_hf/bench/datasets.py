@@ -58,25 +58,30 @@ class PromptSet:
         return prompts_digest(self.prompts)
 
 
-def load_prompt_set(source: str, max_samples: int | None = None) -> PromptSet:
+def load_prompt_set(source: str, max_samples: int | None = None, first: int = 0) -> PromptSet:
     """
     Args:
         source (`str`): One of `DATASET_NAMES`, or a JSONL file of `turns`.
-        max_samples (`int`, *optional*): The first so many prompts.
+        max_samples (`int`, *optional*): So many prompts at most.
+        first (`int`, *optional*, defaults to 0): The prompt to begin with.
 
     Raises:
-        ValueError: Neither of the two, or it cannot be read.
+        ValueError: Neither of the two, it cannot be read, or it has no prompt `first`.
         ImportError: A benchmark's name, and `datasets` is not installed.
     """
+    last = None if max_samples is None else first + max_samples
     if os.path.isfile(source):
-        name = os.path.splitext(os.path.basename(source))[0]
-        return PromptSet(name, load_prompts(source, max_samples=max_samples))
-    if source not in _HUB_SETS:
+        name, prompts = os.path.splitext(os.path.basename(source))[0], load_prompts(source, max_samples=last)
+    elif source in _HUB_SETS:
+        name, prompts = source, _from_hub(_HUB_SETS[source], last)
+    else:
         raise ValueError(
             f"The dataset {source!r} is neither a file nor one of {', '.join(DATASET_NAMES)}: give one of these, or a "
             "JSONL file of turns."
         )
-    return PromptSet(source, _from_hub(_HUB_SETS[source], max_samples))
+    if first >= len(prompts):
+        raise ValueError(f"{source!r} has {len(prompts)} prompts: begin with a smaller number than {first}.")
+    return PromptSet(name, prompts[first:])
 
 
 def _from_hub(hub_set: _HubSet, max_samples: int | None) -> list[Prompt]:

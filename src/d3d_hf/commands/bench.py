@@ -55,6 +55,9 @@ def add_command(commands):
     what.add_argument(
         "--datasets", metavar="LIST", help=f"by commas: names or JSONL files of turns (default: {_DATASETS})"
     )
+    what.add_argument(
+        "--first", type=whole_number(0), default=0, metavar="N", help="prompt to begin with (default: 0)"
+    )
     what.add_argument("--max-samples", type=whole_number(1), metavar="N", help="prompts of each data set at most")
     what.add_argument(
         "--max-new-tokens", type=whole_number(2), default=256, metavar="N", help="of each turn (default: %(default)s)"
@@ -154,6 +157,8 @@ def _refuse_conflicts(args: argparse.Namespace, profile: list[float] | None):
     shapes = [name for name in (args.target, *args.drafter) if is_shape(name)]
     if shapes and profile is None:
         raise UsageError(f"{shapes[0]!r} has random weights, which accept nothing: give --acceptance 0.9,0.85,...")
+    if is_random and args.first:
+        raise UsageError(f"--first {args.first} is for data sets, and --target {args.target!r} reads random prompts")
     if is_random and args.datasets is not None:
         raise UsageError(
             f"--datasets {args.datasets!r} needs a tokenizer and --target {args.target!r} has none: leave it out, and "
@@ -257,7 +262,7 @@ def _set_up(args: argparse.Namespace, names: list[str], profile: list[float] | N
     else:
         sources = (args.datasets or _DATASETS).split(",")
         try:
-            prompt_sets = [load_prompt_set(source, args.max_samples) for source in sources]
+            prompt_sets = [load_prompt_set(source, args.max_samples, args.first) for source in sources]
         except (ValueError, ImportError) as error:
             raise UsageError(f"--datasets {args.datasets or _DATASETS!r}: {one_line(error)}") from error
         if len({prompt_set.name for prompt_set in prompt_sets}) < len(prompt_sets):
