@@ -1,6 +1,7 @@
 """Pruning: skipping against removing, shared against naive scores, the choice, the loop, resumption, the command."""
 
 import copy
+import dataclasses
 import json
 
 import numpy as np
@@ -460,6 +461,31 @@ def test_recovery_trains_the_adapter_alone(rows, tmp_path):
     assert step["retention_of_trained"] == pytest.approx(step["acceptance_length"] / trained["acceptance_length"])
 
 
+def test_removals_can_share_a_training(rows, tmp_path, monkeypatch):
+    trained = []
+    train = Recovery.train
+    monkeypatch.setattr(
+        Recovery, "train", lambda self, drafter, *args: (trained.append(args[0]), train(self, drafter, *args))
+    )
+    recovery = dataclasses.replace(recovery_of(rows), every=2)
+    _, report = prune(
+        drafter_of(),
+        rows,
+        str(tmp_path),
+        PruningGoal(num_removed=3),
+        recovery=recovery,
+        train_reference=True,
+    )
+    assert trained == [2, 3, 2, 3], "after the second removal and the last; the same for the reference"
+    assert [point["num_removed"] for point in report["full"]["trained"]] == [2, 3]
+    first, second, _ = report["steps"]
+    assert first["retention_of_trained"] == first["retention"]
+    assert second["retention_of_trained"] == pytest.approx(
+        second["acceptance_length"] / report["full"]["trained"][0]["acceptance_length"]
+    )
+    assert report["settings"]["recovery"]["every"] == 2
+
+
 def test_the_trainer_prunes_with_its_own_data(rows, tmp_path):
     arguments = D3DTrainingArguments(
         output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, max_steps=1, save_strategy="no"
@@ -482,6 +508,8 @@ def test_mistakes_are_refused_before_any_work(rows, tmp_path):
         prune_drafter(drafter, {"a": rows[:4]}, {"a": rows[2:6]}, folder, goal)
     with pytest.raises(ValueError, match="in the recovery training data"):
         prune(drafter, rows, folder, goal, recovery=Recovery(1, recovery_of(rows).arguments, rows[8:]))
+    with pytest.raises(ValueError, match="every is 0: give the removals"):
+        dataclasses.replace(recovery_of(rows), every=0)
     with pytest.raises(ValueError, match="token id 90.*vocabulary has 67"):
         prune_drafter(drafter, {"a": [{"input_ids": [90] * 9, "prompt_length": 2}]}, {"a": rows}, folder, goal)
     with pytest.raises(ValueError, match="Row 0 .* no response"):
@@ -565,6 +593,7 @@ def test_the_command_refuses(run, tmp_path, rows):
     assert "--remove is 5" in refused("--remove", 5) and "at most 4" in refused("--remove", 5)
     assert "give --recovery-data" in refused("--remove", 1, "--recovery-steps", 1)
     assert "without --recovery-steps" in refused("--remove", 1, "--train-reference")
+    assert "without --recovery-steps" in refused("--remove", 1, "--recovery-every", 2)
     assert "no option of training" in refused(
         *("--remove", 1, "--recovery-steps", 1, "--recovery-data", "more.jsonl", "--", "--learning-rat", "1")
     )

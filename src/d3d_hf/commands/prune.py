@@ -53,6 +53,12 @@ def add_command(commands):
         help="stop once a packed pass takes no longer than this on this machine",
     )
     parser.add_argument("--recovery-steps", type=whole_number(1), metavar="N", help="train so much after each removal")
+    parser.add_argument(
+        "--recovery-every",
+        type=whole_number(1),
+        metavar="N",
+        help="train after every N removals, and after the last (default: 1)",
+    )
     parser.add_argument("--recovery-data", metavar="PATH", help="responses to train on; none of the rows above")
     parser.add_argument(
         "--train-reference",
@@ -158,6 +164,7 @@ def _refuse_conflicts(args: argparse.Namespace):
     if args.recovery_steps is None:
         given = {
             "--recovery-data": args.recovery_data,
+            "--recovery-every": args.recovery_every,
             "--train-reference": args.train_reference,
             "training options": " ".join(args.training_options),
         }
@@ -229,7 +236,7 @@ def _recovery(args: argparse.Namespace, config, tokenizer):
     if unknown:
         raise UsageError(f"{unknown[0]!r} is no option of training: see d3d-hf train --help")
     rows = _load_rows(args.recovery_data, config, tokenizer, args.allow_other_target)
-    return Recovery(args.recovery_steps, training, rows, tokenizer)
+    return Recovery(args.recovery_steps, training, rows, tokenizer, args.recovery_every or 1)
 
 
 def _load_drafter(args: argparse.Namespace, config, device):

@@ -289,7 +289,7 @@ class _Pruning:
                 break
             self.drafter, self.measured = drafter, measured
             steps.append(step)
-        trained = self._train_reference(len(steps))
+        trained = self._train_reference(len(steps), full["evaluation"])
         for step, accepted in zip(steps, trained):
             step["retention_of_trained"] = step["accepted"].retention(accepted)
             step["retention_of_trained_interval"] = step["accepted"].retention_interval(accepted)
@@ -300,7 +300,11 @@ class _Pruning:
             "full": {
                 **self._described(full),
                 "kept_layers": original_indices(self.full_depth),
-                "trained": [{"num_trainings": n + 1, "acceptance_length": a.length} for n, a in enumerate(trained)],
+                "trained": [
+                    {"num_removed": n, "acceptance_length": accepted.length}
+                    for n, accepted in enumerate(trained, start=1)
+                    if self._trains_after(n)
+                ],
             },
             "steps": steps,
             "stopped_by": reason,
@@ -326,7 +330,8 @@ class _Pruning:
         else:
             drafter = copy.deepcopy(self.drafter)
             remove_layers(drafter, [layer])
-            self._train(drafter, number, f"trained_{number:03d}")
+            if self._trains_after(number):
+                self._train(drafter, number, f"trained_{number:03d}")
             measured = self._measurable(drafter)
             after = self._measure(f"step_{number:03d}", measured)
         evaluated, whole = after["evaluation"], full["evaluation"]
@@ -344,6 +349,9 @@ class _Pruning:
             step["by_set"][name]["retention"] = evaluated.of(part).retention(whole.of(part))
             step["by_set"][name]["retention_interval"] = evaluated.of(part).retention_interval(whole.of(part))
         return drafter, measured, step, after
+
+    def _trains_after(self, number: int) -> bool:
+        return number % self.recovery.every == 0 or number == self.goal.num_removed
 
     def _measurable(self, drafter):
         """The drafter as it will be used: merged, in the dtype asked for."""
@@ -420,12 +428,15 @@ class _Pruning:
         folder = os.path.join(self.results.folder, "trainer")
         self.results.recall_weights(name, drafter, lambda: self.recovery.train(drafter, number, folder))
 
-    def _train_reference(self, num_steps: int) -> list[Accepted]:
-        """What the full-depth drafter accepts after each of as many trainings."""
+    def _train_reference(self, num_removals: int, untrained: Accepted) -> list[Accepted]:
+        """What the full-depth drafter accepts with the trainings of each number of removals."""
         if not self.trains_reference:
             return []
         accepted, reference = [], copy.deepcopy(self.full_depth)
-        for number in range(1, num_steps + 1):
+        for number in range(1, num_removals + 1):
+            if not self._trains_after(number):
+                accepted.append(accepted[-1] if accepted else untrained)
+                continue
             self._train(reference, number, f"reference_{number:03d}")
             lists = self.results.recall(
                 f"reference_{number:03d}",
@@ -567,6 +578,7 @@ def _recovery_settings(recovery: Recovery | None) -> dict | None:
     scheduler = recovery.arguments.lr_scheduler_type
     return {
         "num_steps": recovery.num_steps,
+        "every": recovery.every,
         "rows": _digest(recovery.rows, recovery.processing_class),
         "lr_scheduler_type": getattr(scheduler, "value", scheduler),
         **arguments,

@@ -1,4 +1,4 @@
-"""Training between removals, with the same trainer and arguments as any other."""
+"""Training after removals, with the same trainer and arguments as any other."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -19,24 +19,30 @@ class Recovery:
     Trains a drafter a little after each removal: its adapter if it carries one, all weights otherwise.
 
     Args:
-        num_steps (`int`): Optimizer steps after each removal.
+        num_steps (`int`): Optimizer steps of each training.
         arguments ([`D3DTrainingArguments`]): Of each training. Its `max_steps`, `output_dir` and saving are set here,
             and its seed moves on from one training to the next.
         rows (sequence of `Mapping`): Training data in one of the layouts of `training.examples`.
         processing_class (*optional*): Tokenizer, for rows of `messages`.
+        every (`int`, *optional*, defaults to 1):
+            Removals that share a training. After the last one there is a training in any case, if their number is
+            known beforehand. Few long trainings recover more than many short ones.
 
     Raises:
-        ValueError: No steps, or no rows.
+        ValueError: No steps, no rows, or a training after every 0 removals.
     """
 
     num_steps: int
     arguments: D3DTrainingArguments
     rows: Sequence[Mapping]
     processing_class: object = None
+    every: int = 1
 
     def __post_init__(self):
         if self.num_steps < 1:
             raise ValueError(f"num_steps of the recovery is {self.num_steps}: give at least 1, or no recovery.")
+        if self.every < 1:
+            raise ValueError(f"every is {self.every}: give the removals that share a training, at least 1.")
         if not len(self.rows):
             raise ValueError("The recovery training has no rows: give responses that the target wrote.")
 
