@@ -34,6 +34,7 @@ SHAPE, BLOCK_SIZE, PROMPT = "smollm2-135m", 8, 128
 PROFILES = {"0.9": (0.9,) * 8, "falling": (0.85, 0.75, 0.65, 0.55, 0.5, 0.45, 0.4, 0.4)}
 SERIAL_LENGTHS, TWO_DEVICE_LENGTHS = (3, 5, 8), (4, 8)
 PLAIN_TOKENS = 20
+SLEEPING_VOCABULARY = 4096
 
 
 def main():
@@ -48,9 +49,12 @@ def main():
     torch.set_num_threads(args.threads)
     start = time.perf_counter()
     models = Models(args.depths, args.tiny)
-    overheads = loop_overheads(models.target.config.vocab_size, args.repeats)
-    rows = serial_settings(models, overheads, args)
-    rows += two_device_settings(models.forwards(), overheads, args)
+    overheads = {
+        "serial": loop_overheads(models.target.config.vocab_size, args.repeats),
+        "two-devices": loop_overheads(SLEEPING_VOCABULARY, args.repeats),
+    }
+    rows = serial_settings(models, overheads["serial"], args)
+    rows += two_device_settings(models.forwards(), overheads["two-devices"], args)
     errors = [abs(row["error"]) for row in rows]
     by_schedule = {
         name: statistics.mean(abs(row["error"]) for row in rows if row["schedule"] == name)
@@ -116,7 +120,7 @@ class Models:
 
 
 def loop_overheads(vocab_size: int, num_repeats: int) -> dict[str, float]:
-    """Milliseconds of a plain token, a serial round and an asynchronous one outside the models, with tiny models."""
+    """Milliseconds of a plain token and of a serial round outside the models, with tiny models."""
     config = shape_config(SHAPE, tiny=True)
     config.vocab_size = vocab_size
     target, drafter = random_model(config), random_drafter(config, BLOCK_SIZE)
@@ -168,7 +172,7 @@ def serial_settings(models: Models, overheads: dict, args) -> list[dict]:
 def two_device_settings(forwards, overheads: dict, args) -> list[dict]:
     target_times, drafters_times = forwards
     config = shape_config(SHAPE, tiny=True)
-    config.vocab_size = 4096
+    config.vocab_size = SLEEPING_VOCABULARY
     target, drafter = random_model(config), random_drafter(config, BLOCK_SIZE, mode="async")
     prompt, rows = prompt_of(PROMPT, config.vocab_size), []
     for depth, drafter_times in drafters_times.items():
