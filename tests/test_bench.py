@@ -216,6 +216,21 @@ def test_imposed_acceptance_leaves_the_work_to_be_done():
     assert drafter.last_generation_stats.num_drafted == 9
 
 
+@pytest.mark.slow
+def test_imposed_acceptance_holds_over_compiled_models():
+    target = tiny_model("llama", seed=5)
+    drafter = D3DDrafterForCausalLM.from_backbone(target, block_size=3, kept_layers=[1])
+    contestants = Contestants(target, {"d": drafter}, imposed=ImposedAcceptance([1.0], 67), max_context=64)
+    for method in parse_methods(["plain", "plain+ct", "d3d-sync+cd+ct"], ["d"]):
+        call = method.call(contestants)
+        config, arguments = call.arguments(config_of(target, 12))
+        answer = record(call.target, [5, 6, 7], config, **arguments)
+        assert answer.ids == contestants.imposed.text(3, 15, torch.device("cpu")).tolist()
+        if method.compiles_target:
+            assert call.target is not target and call.target._compiled_target.num_static_passes > 0
+    assert answer.rounds == [(3, 4)] * 3
+
+
 @pytest.mark.parametrize("profile", [[], [1.5], [-0.1]])
 def test_profiles_that_are_none_are_refused(profile):
     with pytest.raises(ValueError, match="give at least one chance from 0 to 1"):
@@ -682,7 +697,8 @@ def test_a_page_says_where_d3d_loses_and_why(bench, tmp_path):
     results = [
         result_of("chat", "plain", 1.0, 1.0),
         result_of("chat", "prompt-lookup", 1.5, 2.0, ids_equal=1, largest_gap_in_roundings=0.5),
-        result_of("chat", "d3d-sync", 0.8, 2.0),
+        result_of("chat", "d3d-sync", 0.8, 2.0, slot_acceptance=[0.75, 0.5]),
+        result_of("chat", "d3d-async", 0.5, 2.0),
         {"dataset": "chat", "method": "dflash", "num_prompts": 0, "reason": "none | given"},
     ]
     report = {
@@ -710,7 +726,8 @@ def test_a_page_says_where_d3d_loses_and_why(bench, tmp_path):
     assert "## Talk" in page and "greedy, 9 new tokens at most" in page
     assert "1.50 (1.40 to 1.60)" in page and "1 of 2 (gap 0.5 ulp)" in page and "none \\| given" in page
     assert "d3d-sync, 0.53 times prompt-lookup: it loses. Its rounds take 2.50 plain tokens' time for 2.00" in page
-    assert "d3d-sync is slower than plain generation" in page
+    assert "d3d-async is slower than plain generation" in page and "d3d-sync is slower" not in page
+    assert "| chat | d3d-sync | 0.75 | 0.50 |" in page
     assert "measured yet" not in page and "measured yet" in results_page({})
     (tmp_path / "other.json").write_text("[]")
     status, _, err = bench("--page", tmp_path / "page.md", "--from", tmp_path / "other.json")

@@ -71,8 +71,8 @@ def _section(name: str, report: Mapping) -> str:
         f"## {report['title']}",
         "",
         f"Target {settings['target']} in {settings['dtype']}, drafter {drafters}; {decoding}, "
-        f"{settings['max_new_tokens']} new tokens at most; {machine['num_threads']} threads of {machine['processor']} "
-        f"({machine['num_cores']} cores, {accelerators}), torch {versions['torch']}, transformers "
+        f"{settings['max_new_tokens']} new tokens at most; CPU threads: {machine['num_threads']} of "
+        f"{machine['processor']} ({machine['num_cores']} cores, {accelerators}), torch {versions['torch']}, transformers "
         f"{versions['transformers']}, {report['date']}, commit {(report['git_commit'] or 'unknown')[:12]}. Warm-up: "
         f"{report['warm_up']}.",
         "",
@@ -84,15 +84,31 @@ def _section(name: str, report: Mapping) -> str:
         lines += ["", "| Method, over all data sets | Speedup (geometric mean) | Tokens per round |", "|---|---|---|"]
         ranked = sorted(report["averages"], key=lambda average: -average["speedup"])
         lines += [f"| {a['method']} | {a['speedup']:.2f} | {a['tokens_per_round']:.2f} |" for a in ranked]
+    lines += _slots(report["results"])
     findings = _findings(report["results"])
     lines += [""] * bool(findings) + [f"- {finding}" for finding in findings]
     lines += ["", f"From `docs/results/{name}`: `{shlex.join(report['argv'])}`", ""]
     return "\n".join(lines)
 
 
+def _slots(results: Sequence[Mapping]) -> list[str]:
+    """A table of the chance that each slot of a draft is accepted, given the ones before it."""
+    drafted = [result for result in results if result.get("slot_acceptance")]
+    if not drafted:
+        return []
+    num_slots = max(len(result["slot_acceptance"]) for result in drafted)
+    heading = ["Data set", "Method", *(f"Slot {slot + 1}" for slot in range(num_slots))]
+    rows = []
+    for result in drafted:
+        chances = [f"{chance:.2f}" for chance in result["slot_acceptance"]]
+        rows.append([result["dataset"], result["method"], *chances, *[""] * (num_slots - len(chances))])
+    title = "Chance that a slot of a draft is accepted, given that those before it are:"
+    return ["", title, "", _markdown_row(heading), "|---" * len(heading) + "|", *map(_markdown_row, rows)]
+
+
 def _findings(results: Sequence[Mapping]) -> list[str]:
     """How D3D stands against the best of the others on each data set, and why it loses where it does."""
-    findings = []
+    findings, explained = [], []
     for dataset in dict.fromkeys(result["dataset"] for result in results):
         ran = [result for result in results if result["dataset"] == dataset and result["num_prompts"]]
         ours = [result for result in ran if result["method"].startswith("d3d-")]
@@ -103,6 +119,7 @@ def _findings(results: Sequence[Mapping]) -> list[str]:
         ratio = best["speedup"] / rival["speedup"]
         text = f"{dataset}: the fastest D3D method is {best['method']}, {ratio:.2f} times {rival['method']}"
         if ratio < 1:
+            explained.append(best)
             text += (
                 f": it loses. Its rounds take {best['round_cost']:.2f} plain tokens' time for "
                 f"{best['tokens_per_round']:.2f} tokens, those of {rival['method']} {rival['round_cost']:.2f} for "
@@ -110,7 +127,8 @@ def _findings(results: Sequence[Mapping]) -> list[str]:
             )
         findings.append(text + ".")
     for result in results:
-        if result["method"].startswith("d3d-") and result["num_prompts"] and result["speedup"] < 1:
+        is_slow = result["method"].startswith("d3d-") and result["num_prompts"] and result["speedup"] < 1
+        if is_slow and result not in explained:
             findings.append(
                 f"{result['dataset']}, {result['method']} is slower than plain generation: a round takes "
                 f"{result['round_cost']:.2f} plain tokens' time and gives {result['tokens_per_round']:.2f} tokens."
