@@ -57,6 +57,21 @@ def test_measured_times_predict_the_same_when_read_again(tmp_path):
     assert measured == read
 
 
+def test_mistakes_are_found_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+    tiny_config("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr(
+        "d3d_hf.cost_model.measure.target_forward_ms", lambda *args, **kwargs: pytest.fail("a model was run")
+    )
+    command = ["predict", "--target", str(tmp_path), "--drafter", str(tmp_path), "--acceptance", "0.9", "--measure"]
+    for mistake in (
+        ["--draft-length", "2"],
+        ["--retention", "none.json"],
+        ["--num-guesses", "0", "--no-masked-branches"],
+    ):
+        assert main([*command, *mistake]) == 2
+    assert capsys.readouterr().err.count("d3d-hf: error") == 3
+
+
 def test_even_draws_follow_the_profile(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from imposed_rounds import EvenlyImposedAcceptance

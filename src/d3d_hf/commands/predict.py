@@ -106,6 +106,7 @@ def _update_pages(paths: list[str]) -> int:
 
 def _predict(args: argparse.Namespace) -> int:
     from ..cost_model import Plan, Schedule, best_choice, predict, simulate
+    from ..cost_model.inputs import read_retention
 
     if (args.acceptance is None) == (args.tokens_per_round is None):
         raise UsageError(
@@ -121,8 +122,21 @@ def _predict(args: argparse.Namespace) -> int:
     if args.times_output and not args.measure:
         raise UsageError("--times-output needs --measure: without it nothing is measured")
     profile, assumed = _profile(args)
-    models = _models(args, args.block_size or len(profile.slots))
-    retention = _retention(args, models)
+    block_size = args.block_size or len(profile.slots)
+    plans = [
+        Plan(
+            schedule,
+            block_size,
+            args.draft_length,
+            0 if schedule is Schedule.SERIAL else args.num_guesses,
+            has_masked_branches=not args.no_masked_branches,
+            has_guess_forward=not args.slot_guesses,
+        )
+        for schedule in map(Schedule, dict.fromkeys(args.schedule))
+    ]
+    given_retention = None if args.retention is None else read_retention(args.retention)
+    models = _models(args, block_size)
+    retention = _retention(args, given_retention, models)
     num_layers = args.num_layers or models.num_layers
     if num_layers not in retention:
         raise UsageError(
@@ -130,18 +144,9 @@ def _predict(args: argparse.Namespace) -> int:
             f"{', '.join(map(str, retention))} layers; give --retention with it"
         )
     profiles = {layers: profile if share == 1 else profile.retaining(share) for layers, share in retention.items()}
-    block_size = args.block_size or len(profile.slots)
     rows = []
-    for schedule in map(Schedule, dict.fromkeys(args.schedule)):
-        plan = Plan(
-            schedule,
-            block_size,
-            args.draft_length,
-            0 if schedule is Schedule.SERIAL else args.num_guesses,
-            has_masked_branches=not args.no_masked_branches,
-            has_guess_forward=not args.slot_guesses,
-            overhead_ms=models.round_overhead_ms,
-        )
+    for plan in plans:
+        plan = dataclasses.replace(plan, overhead_ms=models.round_overhead_ms)
         prediction = predict(
             models.target, models.drafter(num_layers), profiles[num_layers], plan, models.plain_overhead_ms
         )
@@ -149,7 +154,7 @@ def _predict(args: argparse.Namespace) -> int:
             models.target,
             models.drafter,
             profiles,
-            schedule,
+            plan.schedule,
             range(1, args.max_block_size + 1),
             base=plan,
             plain_overhead_ms=models.plain_overhead_ms,
@@ -158,7 +163,7 @@ def _predict(args: argparse.Namespace) -> int:
             ("as given", plan, num_layers, prediction),
             ("best", best.plan, best.num_layers, best.prediction),
         ):
-            row = _row(schedule.value, what, chosen, layers, found)
+            row = _row(chosen.schedule.value, what, chosen, layers, found)
             if args.simulate:
                 simulated = simulate(
                     models.target, models.drafter(layers), profiles[layers], chosen, num_rounds=args.simulate
@@ -340,11 +345,9 @@ def _measure(args, block_size: int):
     return GivenTimes(MeasuredForward(target_ms), {depth: MeasuredForward(ms) for depth, ms in drafters_ms.items()})
 
 
-def _retention(args, models: _Models) -> dict[int, float]:
+def _retention(args, given: dict[int, float] | None, models: _Models) -> dict[int, float]:
     """Share of the acceptance length for each depth that the search may take."""
-    from ..cost_model.inputs import read_retention
-
-    shares = {args.num_layers or models.num_layers: 1.0} if args.retention is None else read_retention(args.retention)
+    shares = {args.num_layers or models.num_layers: 1.0} if given is None else given
     if models.is_bounded and max(shares) > models.num_layers:
         raise UsageError(
             f"--{'num-layers' if args.retention is None else 'retention'} asks for {max(shares)} layers and the "
