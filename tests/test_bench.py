@@ -619,6 +619,7 @@ def test_shapes_by_name():
         (("--output", "nowhere/x.json"), "is no file that can be written"),
         (("--dflash", "target"), "--dflash 'target' cannot be used"),
         (("--template-arg", "loud"), "is no KEY=VALUE"),
+        (("--drafter-device", "cuda:9"), "--drafter-device 'cuda:9' is not usable here"),
         (("--page", "x.md"), "--page and --from belong together"),
     ],
 )

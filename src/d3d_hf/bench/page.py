@@ -72,9 +72,9 @@ def _section(name: str, report: Mapping) -> str:
         "",
         f"Target {settings['target']} in {settings['dtype']}, drafter {drafters}; {decoding}, "
         f"{settings['max_new_tokens']} new tokens at most; CPU threads: {machine['num_threads']} of "
-        f"{machine['processor']} ({machine['num_cores']} cores, {accelerators}), torch {versions['torch']}, transformers "
-        f"{versions['transformers']}, {report['date']}, commit {(report['git_commit'] or 'unknown')[:12]}. Warm-up: "
-        f"{report['warm_up']}.",
+        f"{machine['processor']} ({machine['num_cores']} cores, {accelerators}), torch {versions['torch']}, "
+        f"transformers {versions['transformers']}, {report['date']}, commit "
+        f"{(report['git_commit'] or 'unknown')[:12]}. Warm-up: {report['warm_up']}.",
         "",
         _markdown_row(COLUMNS),
         "|---" * len(COLUMNS) + "|",

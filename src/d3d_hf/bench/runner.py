@@ -4,7 +4,6 @@ import copy
 import glob
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
@@ -12,7 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 from ..commands.comparison import first_difference
-from ..pruning.progress import write_json
+from ..pruning.progress import ResumableRun
 from ..training.prompts import Prompt
 from .datasets import PromptSet
 from .methods import CannotRunError, Contestants, Method
@@ -20,10 +19,9 @@ from .recording import record
 
 
 WARM_UP_TOKENS = 16
-_SETTINGS = "settings.json"
 
 
-class RowStore:
+class RowStore(ResumableRun):
     """
     The rows of a run that may be ended and taken up again: a folder with the run's settings and a JSONL file for each
     process. All rows of a prompt are written together, so that its methods were always measured side by side.
@@ -38,28 +36,13 @@ class RowStore:
     """
 
     def __init__(self, folder: str, settings: Mapping, process_index: int = 0):
-        self._folder = folder
+        super().__init__(folder, settings)
         self._path = os.path.join(folder, f"rows-{process_index}.jsonl")
-        settings = json.loads(json.dumps(settings))
-        os.makedirs(folder, exist_ok=True)
-        path = os.path.join(folder, _SETTINGS)
-        if os.path.exists(path):
-            with open(path, encoding="utf-8") as file:
-                stored = json.load(file)
-            if stored != settings:
-                names = sorted(name for name in {**stored, **settings} if stored.get(name) != settings.get(name))
-                differences = (f"{name} ({stored.get(name)!r} there, {settings.get(name)!r} here)" for name in names)
-                raise ValueError(
-                    f"{folder!r} holds a run that was begun with other settings: {'; '.join(differences)}. Give the "
-                    "same ones to go on with it, another --output, or delete the folder."
-                )
-        elif process_index == 0:
-            write_json(path, settings, indent=1)
 
     def rows(self) -> list[dict]:
         """The rows that are there, those of other processes too; of a prompt that was measured again the last ones."""
         rows = {}
-        for path in sorted(glob.glob(os.path.join(glob.escape(self._folder), "rows-*.jsonl"))):
+        for path in sorted(glob.glob(os.path.join(glob.escape(self.folder), "rows-*.jsonl"))):
             with open(path, encoding="utf-8") as file:
                 lines = file.read().split("\n")
             for line in lines[:-1]:  # the last one is empty, or was cut off
@@ -79,10 +62,6 @@ class RowStore:
                     whole = file.read().rpartition(b"\n")
                     file.truncate(len(whole[0]) + len(whole[1]))
             file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
-
-    def close(self):
-        """Removes the folder."""
-        shutil.rmtree(self._folder)
 
 
 class Runner:

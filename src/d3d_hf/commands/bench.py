@@ -41,6 +41,7 @@ def add_command(commands):
     models.add_argument("--dflash", metavar="NAME", help="a DFlash drafter of the target, for the method dflash")
     models.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     models.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
+    models.add_argument("--drafter-device", metavar="NAME", help="of the D3D drafters (default: the target's)")
     models.add_argument("--attn-implementation", metavar="NAME", help="eager, sdpa, ... (default: the model's)")
     models.add_argument("--trust-remote-code", action="store_true", help="run code that repositories bring")
 
@@ -274,7 +275,8 @@ def _set_up(args: argparse.Namespace, names: list[str], profile: list[float] | N
             template = template_of(tokenizer, template_settings)
         except ValueError as error:
             raise UsageError(one_line(error)) from error
-    drafters = {name: _load_drafter(args, path, target, device) for name, path in zip(names, args.drafter)}
+    beside = device if args.drafter_device is None else usable_device(args.drafter_device, "--drafter-device")
+    drafters = {name: _load_drafter(args, path, target, beside) for name, path in zip(names, args.drafter)}
     dflash = None
     if args.dflash is not None:
         try:
@@ -364,6 +366,7 @@ def _settings(args: argparse.Namespace, methods, contestants, prompt_sets, profi
         "acceptance": profile,
         "dtype": str(contestants.target.dtype).removeprefix("torch."),
         "device": contestants.target.device.type,
+        "drafter_device": args.drafter_device,
         "num_threads": torch.get_num_threads(),
         "versions": versions(),
     }

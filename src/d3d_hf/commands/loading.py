@@ -219,7 +219,7 @@ def _refuse_other_vocabulary(drafter: str, drafter_config: D3DConfig, target: st
         )
 
 
-def usable_device(name: str | None) -> torch.device:
+def usable_device(name: str | None, argument: str = "--device") -> torch.device:
     """The device of that name, by default a CUDA device if there is one."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -228,7 +228,7 @@ def usable_device(name: str | None) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UsageError(
-            f"--device {name!r} is not usable here: give cpu, cuda or cuda:N. {one_line(error)}"
+            f"{argument} {name!r} is not usable here: give cpu, cuda or cuda:N. {one_line(error)}"
         ) from error
     return device
 
