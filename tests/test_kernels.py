@@ -1,5 +1,6 @@
 """Packed attention and the greedy choice: twins against the definition, transformers' interfaces, the kernels."""
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, settings
+from packaging.version import Version
 from test_packing import lay_out_branches, passes
 from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -25,12 +27,16 @@ from d3d_hf.kernels import (
     visibility_of,
 )
 from d3d_hf.kernels.attention import HEAD_DIMS, has_triton, runs_kernel
+from d3d_hf.kernels.floors import pass_cost
 from d3d_hf.packing import attention_masks, lay_out, visibility_rule
 from d3d_hf.testing import ARCHITECTURES, tiny_model
 
 
 TESTS = Path(__file__).parent
-needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
+needs_triton = pytest.mark.skipif(
+    not has_triton() or Version(importlib.metadata.version("triton")) < Version("3.6"),
+    reason="Triton 3.6 or later is not installed",
+)
 
 
 def run(*arguments, **environment) -> str:
@@ -252,6 +258,24 @@ def test_wrong_logits_are_refused(logits, vocab_size, message):
 
 
 # The kernels
+
+
+def test_floor_tables_are_those_of_the_docs():
+    docs = (TESTS.parent / "docs" / "gpu.md").read_text()
+    tables = run(str(TESTS.parent / "benchmarks" / "gpu_floors.py")).strip().split("\n\n")
+    assert len(tables) == 2 and all(table in docs for table in tables)
+
+
+def test_floor_of_a_pass_is_what_its_tensors_hold():
+    """Bytes of a tiny model's weights and cache, the embedding table left out; the slower of two rates decides."""
+    model = tiny_model("qwen3", num_layers=3, vocab_size=40)
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name)
+    cost = pass_cost(model.config, num_tokens=5, num_cached=11, num_rows=2, bytes_per_value=4)
+    states = 3 * 8 * (2 * 4 * 5 + 2 * 2 * (11 + 5))  # queries and outputs, keys and values
+    assert cost.num_bytes == 4 * (matrices + states + 2 * 2 * 40)
+    assert cost.num_flops == 2 * 5 * (matrices - 32 * 40) + 2 * 2 * 32 * 40 + 3 * 4 * 4 * 8 * 5 * 11
+    assert cost.floor_ms(bytes_per_s=cost.num_bytes, flops_per_s=2 * cost.num_flops) == 1000
+    assert cost.floor_ms(bytes_per_s=2 * cost.num_bytes, flops_per_s=cost.num_flops / 3) == pytest.approx(3000)
 
 
 @needs_triton

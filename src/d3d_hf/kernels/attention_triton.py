@@ -110,8 +110,8 @@ def attend_part(
     queries = tl.load(
         query + row_offsets[:, None] + dims[None, :], mask=is_token[:, None] & is_dim[None, :], other=0.0
     )
-    key += batch * key_batch_stride + kv_head * key_head_stride
-    value += batch * value_batch_stride + kv_head * value_head_stride
+    key += batch * key_batch_stride + kv_head.to(tl.int64) * key_head_stride
+    value += batch * value_batch_stride + kv_head.to(tl.int64) * value_head_stride
 
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
