@@ -167,7 +167,9 @@ class Check:
 
         def dense():
             for key, value in storages:
-                keys, values = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+                keys, values = (
+                    states[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for states in (key, value)
+                )
                 torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
             return query
 

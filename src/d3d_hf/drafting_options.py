@@ -31,8 +31,8 @@ class DraftingOptions:
             nothing but of less use, from the laws of their own slots (`"slots"`).
         draft_slot_budget (`int`, *optional*): Asynchronous: slots of one packed pass at most; no bound by default.
         compile_drafter (`bool` or `"auto"`, defaults to `"auto"`):
-            Whether drafting runs compiled (on the CPU): `"auto"` does so after `drafter.warmup()`, or once drafting
-            eagerly has lost more time in this process than compiling takes.
+            Whether drafting runs compiled, or as CUDA graphs. On a CPU `"auto"` does so after `drafter.warmup()`, or
+            once drafting eagerly has lost more time in this process than compiling takes; on a GPU always.
         on_draft_error (`str`, defaults to `"warn"`):
             Whether a failure to draft ends drafting, with one warning, or the generation (`"raise"`).
     """

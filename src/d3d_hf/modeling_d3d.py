@@ -415,9 +415,10 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
     def warmup(self, max_context: int = 1024):
         """
         Compiles ahead what drafting needs for texts of up to `max_context` tokens, so that no generation has to wait
-        for it; from then on drafting runs compiled by default. CPU only, in the dtype and on the CPU threads of now;
-        some seconds per size of the KV storage. A drafter that cannot be compiled drafts as before, and one line in
-        the log says why.
+        for it; from then on drafting runs compiled by default. On a CPU in the dtype and on the CPU threads of now,
+        some seconds per size of the KV storage; on a GPU passes are captured as CUDA graphs, which later generations
+        would do in their first rounds. A drafter that cannot be compiled drafts as before, and one line in the log
+        says why.
 
         Args:
             max_context (`int`, *optional*, defaults to 1024): Tokens of prompt and output.

@@ -2,7 +2,6 @@
 
 from .methods import METHOD_NAMES, Contestants, Method, parse_methods
 from .report import summarise
-from .runner import RowStore, Runner
 from .synthetic import ImposedAcceptance
 
 
@@ -16,3 +15,12 @@ __all__ = [
     "parse_methods",
     "summarise",
 ]
+
+
+def __getattr__(name: str):
+    """What runs whole benchmarks is imported when it is asked for: it needs peft, unlike imposed acceptance."""
+    if name in ("RowStore", "Runner"):
+        from . import runner
+
+        return getattr(runner, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
