@@ -49,7 +49,7 @@ def test_trained_drafter_is_saved_where_asked(monkeypatch, tmp_path, capfd):
 
     run("train_drafter", monkeypatch, "--tiny", "--steps", "2", "--output", str(tmp_path / "drafter"))
     drafter = D3DDrafterForCausalLM.from_pretrained(tmp_path / "drafter")
-    assert drafter.config.num_hidden_layers == 2 and drafter.config.block_size == 4
+    assert drafter.config.num_hidden_layers == 4 and drafter.config.block_size == 4
 
 
 @pytest.mark.parametrize("name", sorted(TINY))
