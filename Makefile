@@ -26,7 +26,7 @@ TRANSFORMERS ?= $(SUPPORTED)
 GENERATION_TESTS = $(sort $(wildcard tests/test_generat*.py tests/test_greedy*.py tests/test_sampling*.py \
 	tests/test_packing.py tests/test_drafting_session.py tests/test_modeling.py tests/test_real_model.py \
 	tests/test_chained_head.py tests/test_auto_mode.py tests/test_cli.py tests/test_deprecation_watch.py tests/test_hub.py tests/test_remote_code.py \
-	tests/test_parallel_draft.py))
+	tests/test_parallel_draft.py tests/test_bench.py))
 
 OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q

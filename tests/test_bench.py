@@ -18,7 +18,7 @@ from d3d_hf.bench.methods import CannotRunError, Contestants, autoregressive_ass
 from d3d_hf.bench.models import load_dflash, parse_shape
 from d3d_hf.bench.page import read_reports, results_page
 from d3d_hf.bench.recording import record
-from d3d_hf.bench.report import averages, portable_command, rounded
+from d3d_hf.bench.report import averages, portable_command, print_table, rounded
 from d3d_hf.bench.statistics import (
     accepted_histogram,
     expected_tokens_per_round,
@@ -552,6 +552,13 @@ def test_the_command_writes_a_table_and_json(bench, folder, tmp_path):
     assert not Path(f"{path}.rows").exists()
     status, out, err = bench(*TINY, "--output", path)
     assert status == 2 and out == "" and "is there already" in err[0]
+
+
+def test_without_rich_the_table_is_plain_lines(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    print_table([result_of("chat", "plain", 1.0, 1.0), result_of("chat", "d3d-sync", 1.5, 2.0)])
+    heading, _, line = capsys.readouterr().out.splitlines()
+    assert heading.startswith("Data set  Method") and line.startswith("chat  d3d-sync  2  20.0 (10.0 to 30.0)  1.50")
 
 
 def test_a_command_that_was_ended_goes_on(bench, tmp_path, monkeypatch):
