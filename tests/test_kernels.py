@@ -30,6 +30,7 @@ from d3d_hf.kernels.attention import HEAD_DIMS, has_triton, runs_kernel
 from d3d_hf.kernels.floors import pass_cost
 from d3d_hf.packing import attention_masks, lay_out, visibility_rule
 from d3d_hf.testing import ARCHITECTURES, tiny_model
+from d3d_hf.token_chooser import TokenChooser
 
 
 TESTS = Path(__file__).parent
@@ -346,3 +347,32 @@ def test_kernels_in_a_cuda_graph():
     expected = packed_attention_twin(query.double(), key.double(), value.double(), visibility)
     assert (attended.double() - expected).norm() <= 2e-6 * expected.norm()
     assert torch.equal(choice.tokens, choose_tokens_twin(logits, 4990, (17,)).tokens)
+
+
+@pytest.mark.gpu
+def test_greedy_drafts_are_chosen_by_the_kernel():
+    logits = torch.randn(6, 5000).bfloat16()
+    chooser = TokenChooser(4990, (17, 20))
+    expected, law = chooser.choose(logits)
+    tokens, law_on_gpu = chooser.choose(logits.cuda())
+    assert law is law_on_gpu is None and torch.equal(tokens.cpu(), expected)
+
+
+def test_greedy_drafts_on_a_gpu_take_the_first_of_equals(monkeypatch):
+    """The way of logits on a GPU, with the twin in the place of the kernel."""
+    logits = torch.randn(6, 50).bfloat16().round()  # ties
+    chooser = TokenChooser(40, (17, 20))
+    expected, _ = chooser.choose(logits)
+    calls = []
+
+    def choose_on_cpu(logits, *limits):
+        calls.append(limits)
+        return choose_tokens_twin(logits.as_subclass(torch.Tensor), *limits)
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr("d3d_hf.kernels.choose_tokens", choose_on_cpu)
+    tokens, law = chooser.choose(logits.as_subclass(OnGpu))
+    assert calls == [(40, (17, 20))] and law is None
+    assert torch.equal(tokens, expected)

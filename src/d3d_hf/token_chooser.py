@@ -63,6 +63,13 @@ class TokenChooser:
         Returns:
             Tokens of shape `(rows,)`, and the float32 logits `(rows, vocab_size)` they were drawn from or `None`.
         """
+        if self._warpers is None and logits.is_cuda:
+            try:  # one reading of the logits instead of a float32 copy; comes with the package alone
+                from d3d_hf.kernels import choose_tokens
+
+                return choose_tokens(logits, self._vocab_size, self._never_drafted).tokens, None
+            except ImportError:
+                pass
         logits = fit_vocabulary(logits, self._vocab_size, self._never_drafted)
         return self._choose(logits)
 
