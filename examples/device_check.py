@@ -428,6 +428,7 @@ class Check:
             "tokens_per_round": num_tokens / num_rounds,
             "round_ms": 1e3 * seconds / num_rounds,
             "first_token_ms": 1e3 * run.first_token_seconds,
+            "peak_bytes": run.peak_memory_bytes,
         }
         if method == "plain":
             self._plain[context, is_fast_target] = row["tokens_per_second"]

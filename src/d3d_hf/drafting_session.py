@@ -1,5 +1,6 @@
 """A drafting session: the drafter's KV cache and drafts of one generation."""
 
+import contextlib
 import logging
 import time
 from dataclasses import dataclass
@@ -117,11 +118,16 @@ class DraftingSession:
             num_packed (`int`, *optional*): Tokens of a packed pass at most; `None` for synchronous drafts alone.
         """
         if hasattr(self._cache, "prepare"):
-            self._cache.prepare(self._drafter, num_packed)
+            with self._current_device():
+                self._cache.prepare(self._drafter, num_packed)
 
     def would_pack_compiled(self, num_packed: int) -> bool:
         """Whether a packed pass runs in the way that synchronous drafts run here: compiled, if they are."""
         return not hasattr(self._cache, "is_ready_for") or self._cache.is_ready_for(num_packed)
+
+    def _current_device(self):
+        """The drafter's GPU made the current one, which may be the target's: Triton launches on the current device."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
 
     @property
     def _pass_device(self) -> torch.device:
@@ -150,7 +156,8 @@ class DraftingSession:
         self._open()
         start = time.perf_counter()
         try:
-            return self._draft(context.cpu(), num_tokens)
+            with self._current_device():
+                return self._draft(context.cpu(), num_tokens)
         except BaseException:
             self.close()  # the pass may have stopped halfway through the layers
             raise

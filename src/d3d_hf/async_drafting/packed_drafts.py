@@ -86,8 +86,10 @@ class PackedSession(DraftingSession):
         """
         self._open()
         start = time.perf_counter()
+        arguments = (text, num_committed, round_id, num_guesses, slot_guesses, max_branches, verdict_chances)
         try:
-            return self._pack(text, num_committed, round_id, num_guesses, slot_guesses, max_branches, verdict_chances)
+            with self._current_device():
+                return self._pack(*arguments)
         except BaseException:
             self.close()
             raise

@@ -112,7 +112,7 @@ class GraphedPasses(StaticPasses):
             storage.graphs[bucket] = self._captured(cache, bucket, run, own)
         except NotServedError as error:
             self._refuse(model, str(error))
-        except RuntimeError as error:
+        except Exception as error:  # whatever it is, the model's own forward remains
             while error.__context__ is not None:  # a capture that was broken off says so, not why
                 error = error.__context__
             reason = (str(error).strip().splitlines() or [""])[0]
