@@ -138,6 +138,7 @@ def _draw_depths(figure, data):
         depths = [report["drafter"]["num_layers"] - step.get("num_removed", 0) for step in steps]
         lengths = [step["acceptance_length"] for step in steps]
         by_depth, by_ms = all_axes
+        by_depth.xaxis.get_major_locator().set_params(integer=True)
         by_depth.plot(depths, lengths, "o-", label=name)
         by_ms.plot([step["synchronous_pass_ms"] for step in steps], lengths, "o-", label=f"{name}, synchronous")
         by_ms.plot([step["packed_pass_ms"] for step in steps], lengths, "x--", label=f"{name}, packed")
