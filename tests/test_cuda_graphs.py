@@ -204,6 +204,25 @@ def test_what_cannot_be_captured_runs_eagerly(graphs, caplog, attempt):
     assert graphs.num_replays == 0
 
 
+def test_a_forward_that_fails_while_a_graph_is_made_leaves_the_cache_as_it_was(graphs, monkeypatch):
+    """Halfway through the layers some hold tokens that others lack."""
+    target = target_of()
+    reference = generate(target, prompt_of())
+    compile_target(target)
+    update, num_updates = graphed.PooledStaticCache.update, 0
+
+    def failing(self, key_states, *args, **kwargs):
+        nonlocal num_updates
+        num_updates += 1
+        if num_updates == 4:  # the second layer, in the first forward after the prefill
+            raise MemoryError("out of memory")
+        return update(self, key_states, *args, **kwargs)
+
+    monkeypatch.setattr(graphed.PooledStaticCache, "update", failing)
+    assert torch.equal(generate(target, prompt_of()), reference)
+    assert target.__dict__["_compiled_target"].reason is not None and graphs.num_replays == 0
+
+
 def test_a_replay_that_differs_is_not_used(graphs, caplog, monkeypatch):
     capture = graphs.capture
 

@@ -137,8 +137,11 @@ class GraphedPasses(StaticPasses):
                     for layer in cache.layers:
                         layer.positions = None
 
-            expected = own(ids.to(integers.device), layout.to(integers.device)).float()
-            cache.crop(length - cache.get_seq_length())
+            try:
+                expected = own(ids.to(integers.device), layout.to(integers.device)).float()
+            finally:
+                for layer in cache.layers:
+                    layer.length = length
             replay = self.backend.capture(function, [integers, *cache.storage.tensors], cache.storage.workspace)
             output = replay().float()
         norm = expected.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
