@@ -9,8 +9,8 @@ Pruning, measured. Two parts, each a command of its own:
 interleaved, on the same texts and positions, and whether the scores are the same.
 
 `depths`: the speed of `generate` with the drafter at several depths, layers removed in the order of a report that was
-made without recovery training, against plain generation of the same prompts, interleaved. With `--drafting-mode` more
-than once, in several modes.
+made without recovery training, and of other pruned drafters (`--also`), against plain generation of the same prompts,
+interleaved. With several values of `--drafting-mode`, in each.
 """
 
 import argparse
@@ -44,6 +44,9 @@ def parse_arguments():
     depths = parts.add_parser("depths")
     depths.add_argument("--report", required=True, help="pruning_report.json of the drafter")
     depths.add_argument("--depths", type=int, nargs="+", required=True, help="layers removed, 0 for none")
+    depths.add_argument("--also", nargs="+", default=[], metavar="FOLDER", help="drafters after recovery training")
+    depths.add_argument("--compile-drafter", action="store_true")
+    depths.add_argument("--num-bonus-guesses", type=int, help="of asynchronous drafts")
     depths.add_argument("--prompts", required=True, nargs="+", help="JSONL files of `turns`")
     depths.add_argument("--max-samples", type=int, default=4, help="of each file (default: %(default)s)")
     depths.add_argument("--max-new-tokens", type=int, default=96)
@@ -95,6 +98,13 @@ def measure_depths(args) -> dict:
         sys.exit(f"{args.report} is of a pruning with recovery training, whose depths cannot be made anew")
     target, tokenizer = embedded.load_target()
     drafters = {depth: drafter_at(args.drafter, report, depth, target.dtype) for depth in args.depths}
+    for folder in args.also:
+        name = os.path.basename(os.path.normpath(folder))
+        drafters[name] = D3DDrafterForCausalLM.from_pretrained(folder, dtype=target.dtype)
+    for drafter in drafters.values():
+        drafter.generation_config.compile_drafter = args.compile_drafter
+        if args.num_bonus_guesses is not None:
+            drafter.generation_config.num_bonus_guesses = args.num_bonus_guesses
     answers = []
     for path in args.prompts:
         for inputs in chat_inputs(path, tokenizer, max_samples=args.max_samples):
@@ -106,7 +116,7 @@ def measure_depths(args) -> dict:
                     drafter.generation_config.drafting_mode = mode
                     kwargs["assistant_model"] = drafter
                 if not any((a["mode"], a["depth"]) == (mode, depth) for a in answers):
-                    target.generate(**inputs, max_new_tokens=8, do_sample=False, **kwargs)  # warm-up
+                    target.generate(**inputs, max_new_tokens=args.max_new_tokens, do_sample=False, **kwargs)  # warm-up
                 with ForwardCounter(target) as forwards:
                     start = time.perf_counter()
                     output = target.generate(**inputs, max_new_tokens=args.max_new_tokens, do_sample=False, **kwargs)
@@ -129,12 +139,13 @@ def measure_depths(args) -> dict:
                 )
     rows = []
     for mode in args.drafting_mode:
-        for depth in args.depths:
+        for depth, drafter in drafters.items():
             own = [answer for answer in answers if (answer["mode"], answer["depth"]) == (mode, depth)]
             rows.append(
                 {
                     "mode": mode,
-                    "num_removed": depth,
+                    "depth": depth,
+                    "num_layers": drafter.config.num_hidden_layers,
                     "num_prompts": len(own),
                     "tokens_per_round": sum(a["num_tokens"] for a in own) / sum(a["num_rounds"] for a in own),
                     "speedup": summary([a["speedup"] for a in own]),
@@ -142,14 +153,12 @@ def measure_depths(args) -> dict:
             )
             speedup = rows[-1]["speedup"]
             print(
-                f"{mode:6} {depth:2} removed: {rows[-1]['tokens_per_round']:.2f} tokens per round, "
+                f"{mode:6} {depth!s:>2} removed: {rows[-1]['tokens_per_round']:.2f} tokens per round, "
                 f"{speedup['median']:.2f} times plain ({speedup['low']:.2f} to {speedup['high']:.2f})",
                 flush=True,
             )
     best = {
-        mode: max((row for row in rows if row["mode"] == mode), key=lambda row: row["speedup"]["median"])[
-            "num_removed"
-        ]
+        mode: max((row for row in rows if row["mode"] == mode), key=lambda row: row["speedup"]["median"])["depth"]
         for mode in args.drafting_mode
     }
     print("fastest, layers removed:", ", ".join(f"{mode} {depth}" for mode, depth in best.items()))
