@@ -64,7 +64,9 @@ def packed_attention(
         return packed_attention_twin(query, key, value, visibility, scaling)
     from .attention_triton import launch
 
-    return launch(query, key, value, visibility, query.shape[-1] ** -0.5 if scaling is None else scaling, num_splits)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    with torch.cuda.device(query.device):  # Triton launches on the current one
+        return launch(query, key, value, visibility, scaling, num_splits)
 
 
 def packed_attention_twin(

@@ -56,7 +56,8 @@ def choose_tokens(
         return choose_tokens_twin(logits, width, never_drafted)
     from .token_choice_triton import launch
 
-    return TokenChoice(*launch(logits, width, never_drafted))
+    with torch.cuda.device(logits.device):  # Triton launches on the current one
+        return TokenChoice(*launch(logits, width, never_drafted))
 
 
 def choose_tokens_twin(
