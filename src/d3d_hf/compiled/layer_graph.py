@@ -16,6 +16,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from .grouped_attention import grouping
 from .packed_weights import lower_packed_linear, packed_linear, recorded_as_packed
 from .static_cache import GrowingStaticCache
 
@@ -68,7 +69,7 @@ class LayerGraph:
         # Tensors of the copy are the layer's own: tracing puts others in their places, which the model must not see.
         shared = {id(item): item for item in (*layer.parameters(), *layer.buffers())}
         config = getattr(layer, "config", None) or getattr(getattr(layer, "self_attn", None), "config", None)
-        twin = copy.deepcopy(layer, {**shared, id(config): config})
+        twin = copy.deepcopy(layer, {**shared, id(config): grouping(config)})
         self._is_tuple = None
 
         def step(keys, values, positions, *rest):
