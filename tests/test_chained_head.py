@@ -3,15 +3,16 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from d3d_hf import D3DDrafterForCausalLM, D3DTrainer, D3DTrainingArguments, drafting_session
 from d3d_hf.async_drafting import PackedSession
 from d3d_hf.drafting_session import DraftingSession
 from d3d_hf.packing import lay_out
 from d3d_hf.testing import ARCHITECTURES, memoryless_model, tiny_model
-from d3d_hf.token_chooser import TokenChooser
+from d3d_hf.token_chooser import TokenChooser, warpers_of
 from d3d_hf.training.acceptance import draft_outcomes, play_through
+from d3d_hf.verification import warp
 from lossless import assert_same, generate, prompt_of
 from test_sampling import LAWS, NUM_TESTS, VOCAB_SIZE, transition_p_value, transitions
 
@@ -306,3 +307,24 @@ def test_rounds_played_through_are_those_of_generate():
 def test_sizes_are_checked(value):
     with pytest.raises(ValueError, match="chained_head_size is .*256 is usual"):
         D3DDrafterForCausalLM.from_backbone(tiny_model("llama"), chained_head_size=value)
+
+
+def test_the_law_of_a_few_candidates_is_that_of_a_whole_row():
+    """Warpers see the candidates alone; a row of the vocabulary with the others at -inf gives the same law."""
+    config = GenerationConfig(do_sample=True, temperature=0.7, top_k=6, top_p=0.8, min_p=0.02)
+    candidates = torch.tensor([30, 4, 17, 9, 25, 11, 2, 38])
+    logits = torch.randn(8, generator=torch.Generator().manual_seed(0)) * 2
+    chooser = TokenChooser(40, never_drafted=(9,), warpers=warpers_of(config))
+    row = torch.full((1, 40), float("-inf")).scatter(1, candidates[None], logits[None])
+    row[0, 9] = float("-inf")
+    expected = warp(row, warpers_of(config))
+    counts, num_draws = torch.zeros(40), 4000
+    torch.manual_seed(0)
+    for _ in range(num_draws):
+        token, law = chooser.choose_among(candidates, logits)
+        counts[token] += 1
+    torch.testing.assert_close(law, expected)
+    probabilities = expected.softmax(-1)[0]
+    assert 2 <= (probabilities > 0).sum() <= 6 and counts[probabilities == 0].sum() == 0
+    spread = (num_draws * probabilities * (1 - probabilities)).sqrt()
+    assert ((counts - num_draws * probabilities).abs() <= 4.5 * spread + 1e-6).all()

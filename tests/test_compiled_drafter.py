@@ -140,8 +140,8 @@ def test_what_cannot_be_compiled_drafts_eagerly(caplog):
 
 
 def test_buckets_hold_the_usual_passes():
-    short, synchronous, packed, *more = pass_buckets(8)
-    assert short == 5 + 7 and synchronous == 9 + 7 and packed == 9 + 9 * 8 and more == [162, 324]
+    short, synchronous, half, packed, *more = pass_buckets(8)
+    assert short == 5 + 7 and synchronous == 9 + 7 and half == 9 + 4 * 8 and packed == 9 + 9 * 8 and more == [162, 324]
     for block_size in (1, 2, 3, 16):
         assert list(pass_buckets(block_size)) == sorted(set(pass_buckets(block_size)))
         assert pass_buckets(block_size)[1] >= 2 * block_size

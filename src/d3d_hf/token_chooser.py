@@ -91,8 +91,10 @@ class TokenChooser:
             logits = logits.masked_fill(candidates == token, float("-inf"))
         if self._warpers is None:
             return candidates[logits.argmax()][None], None
-        row = logits.new_full((1, self._vocab_size), float("-inf"))
-        return self._choose(row.scatter(1, candidates[None], logits[None]))
+        # Warped as a row of these alone: what is left out would be -inf before and after.
+        place, law = self._choose(logits[None])
+        row = law.new_full((1, self._vocab_size), float("-inf"))
+        return candidates[place], row.scatter(1, candidates[None], law)
 
     def _choose(self, logits: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor | None]:
         if self._warpers is None:

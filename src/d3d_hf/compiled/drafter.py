@@ -77,10 +77,11 @@ def count_eager(drafter, seconds: float):
 def pass_buckets(block_size: int) -> tuple[int, ...]:
     """
     Tokens of static passes: a synchronous draft after a verification that accepted up to half of a block, and after
-    any; a packed pass with a masked branch for every verdict; and twice and four times as many, for guesses.
+    any; a packed pass with a branch for half of the verdicts, for all; and twice and four times as many, for guesses.
     """
-    packed = (block_size + 1) ** 2
-    return (block_size + block_size // 2, 2 * block_size, packed, 2 * packed, 4 * packed)
+    half, packed = block_size + 1 + block_size * (block_size // 2), (block_size + 1) ** 2
+    sizes = {block_size + block_size // 2, 2 * block_size, half, packed, 2 * packed, 4 * packed}
+    return tuple(sorted(sizes))
 
 
 class CompiledDrafter(CompiledPasses):
