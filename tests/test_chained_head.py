@@ -311,9 +311,9 @@ def test_sizes_are_checked(value):
 
 def test_the_law_of_a_few_candidates_is_that_of_a_whole_row():
     """Warpers see the candidates alone; a row of the vocabulary with the others at -inf gives the same law."""
-    config = GenerationConfig(do_sample=True, temperature=0.7, top_k=6, top_p=0.8, min_p=0.02)
+    config = GenerationConfig(do_sample=True, temperature=0.9, top_k=6, top_p=0.95, min_p=0.02)
     candidates = torch.tensor([30, 4, 17, 9, 25, 11, 2, 38])
-    logits = torch.randn(8, generator=torch.Generator().manual_seed(0)) * 2
+    logits = torch.randn(8, generator=torch.Generator().manual_seed(0))
     chooser = TokenChooser(40, never_drafted=(9,), warpers=warpers_of(config))
     row = torch.full((1, 40), float("-inf")).scatter(1, candidates[None], logits[None])
     row[0, 9] = float("-inf")
