@@ -4,6 +4,8 @@ import json
 import sys
 from pathlib import Path
 
+from d3d_hf.bench.report import portable_command
+
 
 def chat_inputs(path: Path, tokenizer, first: int = 0, max_samples: int | None = None) -> list:
     """
@@ -29,7 +31,4 @@ def chat_inputs(path: Path, tokenizer, first: int = 0, max_samples: int | None =
 
 def own_command() -> list[str]:
     """`sys.argv` without the folders of this machine."""
-    return [
-        Path(part).name if Path(part).is_absolute() or part.endswith((".jsonl", ".json")) else part
-        for part in sys.argv
-    ]
+    return portable_command(sys.argv)

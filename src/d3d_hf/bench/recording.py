@@ -2,12 +2,13 @@
 
 import functools
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from transformers import GenerationConfig
 from transformers.generation import BaseStreamer
+
+from ..cost_model.measure import synchronize
 
 
 @dataclass
@@ -84,10 +85,9 @@ def record(target, prompt_ids: list[int], config: GenerationConfig, **kwargs) ->
         kwargs: Further arguments of `generate`: an assistant.
     """
     input_ids = torch.tensor([prompt_ids], device=target.device)
-    wait = _waiter(target.device)
     reset_peak_memory(target.device)
     with _Recorder(target, len(prompt_ids)) as recorder:
-        wait()
+        synchronize(target.device)
         start = time.perf_counter()
         output = target.generate(
             input_ids,
@@ -96,7 +96,7 @@ def record(target, prompt_ids: list[int], config: GenerationConfig, **kwargs) ->
             streamer=recorder,
             **kwargs,
         )
-        wait()
+        synchronize(target.device)
         end = time.perf_counter()
     return Generation(
         ids=output[0, len(prompt_ids) :].tolist(),
@@ -105,10 +105,6 @@ def record(target, prompt_ids: list[int], config: GenerationConfig, **kwargs) ->
         rounds=recorder.rounds(),
         peak_memory_bytes=peak_memory_bytes(target.device),
     )
-
-
-def _waiter(device: torch.device) -> Callable[[], None]:
-    return functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
 
 
 def reset_peak_memory(device: torch.device):

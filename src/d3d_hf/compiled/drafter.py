@@ -115,11 +115,6 @@ class CompiledDrafter(CompiledPasses):
     def longest_synchronous(self) -> int:
         return self._buckets[1]
 
-    def buckets_up_to(self, num_tokens: int) -> list[int]:
-        """The buckets up to the one that holds so many tokens."""
-        shorter = [bucket for bucket in self._buckets if bucket < num_tokens]
-        return list(self._buckets[: len(shorter) + 1])
-
     def size_of(self, cache: "DraftingCache", num_tokens: int) -> tuple[int, int] | None:
         """Bucket and capacity of a pass of so many tokens over a session's storage; `None` if it is too long."""
         bucket = self._bucket_for(num_tokens)

@@ -331,11 +331,6 @@ class GraphedDrafter(GraphedPasses):
     def longest_synchronous(self) -> int:
         return self._buckets[1]
 
-    def buckets_up_to(self, num_tokens: int) -> list[int]:
-        """The buckets up to the one that holds so many tokens."""
-        shorter = [bucket for bucket in self._buckets if bucket < num_tokens]
-        return list(self._buckets[: len(shorter) + 1])
-
     def make_cache(self, compiles: bool = True) -> "GraphedDraftingCache":
         return GraphedDraftingCache(self)
 

@@ -91,6 +91,11 @@ class StaticPasses:
         """Tokens of the longest static pass."""
         return self._buckets[-1]
 
+    def buckets_up_to(self, num_tokens: int) -> list[int]:
+        """The buckets up to the one that holds so many tokens."""
+        shorter = [bucket for bucket in self._buckets if bucket < num_tokens]
+        return list(self._buckets[: len(shorter) + 1])
+
     def _bucket_for(self, num_tokens: int) -> int | None:
         """The smallest pass that holds so many tokens."""
         return next((bucket for bucket in self._buckets if bucket >= num_tokens), None)

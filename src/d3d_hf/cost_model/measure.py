@@ -70,10 +70,10 @@ def _medians(
     times = {count: [] for count in counts}
     for repeat in range(num_repeats + 1):
         for count in counts:
-            _synchronize(device)
+            synchronize(device)
             start = time.perf_counter()
             forward(count)
-            _synchronize(device)
+            synchronize(device)
             if repeat:
                 times[count].append(1e3 * (time.perf_counter() - start))
     return {count: statistics.median(values) for count, values in times.items()}
@@ -83,9 +83,10 @@ def _ids(length: int, device: torch.device) -> torch.LongTensor:
     return torch.ones(1, length, dtype=torch.long, device=device)
 
 
-def _synchronize(device: torch.device):
+def synchronize(device: torch.device):
+    """Waits until the device has done all that it was given; a CPU always has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-__all__ = ["drafter_forward_ms", "target_forward_ms"]
+__all__ = ["drafter_forward_ms", "synchronize", "target_forward_ms"]

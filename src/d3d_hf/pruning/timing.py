@@ -6,6 +6,7 @@ import time
 import torch
 from transformers import DynamicCache
 
+from ..cost_model.measure import synchronize
 from ..packing import lay_out
 
 
@@ -34,10 +35,10 @@ def pass_times(drafter, num_repeats: int = 9) -> dict[str, float]:
         layout = lay_out(num_context, anchors[None], num_slots, num_cached=NUM_CACHED)
         seconds = []
         for _ in range(num_repeats + 1):
-            _synchronize(device)
+            synchronize(device)
             start = time.perf_counter()
             drafter.packed_forward(_ids(layout.num_tokens, device), layout, cache=cache, logits_to_keep=size)
-            _synchronize(device)
+            synchronize(device)
             seconds.append(time.perf_counter() - start)
             cache.crop(-layout.num_tokens)
         return 1000 * statistics.median(seconds[1:])
@@ -50,11 +51,6 @@ def pass_times(drafter, num_repeats: int = 9) -> dict[str, float]:
 
 def _ids(length: int, device: torch.device) -> torch.LongTensor:
     return torch.zeros(1, length, dtype=torch.long, device=device)
-
-
-def _synchronize(device: torch.device):
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 __all__ = ["NUM_CACHED", "pass_times"]
