@@ -11,12 +11,12 @@ goes on with the variants that are missing from the output. `chained head, froze
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
-from common import own_command
 from peft import LoraConfig
 
 from d3d_hf import D3DDrafterForCausalLM, D3DTrainer, D3DTrainingArguments, embedded
@@ -65,7 +65,7 @@ def main():
         if variant in done:
             continue
         report["results"].append(run(variant, target, train_rows, eval_rows, args))
-        report |= {"num_train_rows": len(train_rows), "num_eval_rows": len(eval_rows), **provenance(own_command())}
+        report |= {"num_train_rows": len(train_rows), "num_eval_rows": len(eval_rows), **provenance(sys.argv)}
         args.output.write_text(json.dumps(report, indent=1))
         print(json.dumps(report["results"][-1]), flush=True)
 

@@ -13,11 +13,11 @@ import contextlib
 import functools
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 
 import torch
-from common import own_command
 from transformers.generation.streamers import BaseStreamer
 
 from d3d_hf import D3DDrafterForCausalLM
@@ -44,7 +44,7 @@ def main():
     for row in report["own_loop"]:
         print("  ".join(f"{name} {value}" for name, value in row.items()))
     if args.output is not None:
-        args.output.write_text(json.dumps({**report, **provenance(own_command())}, indent=1))
+        args.output.write_text(json.dumps({**report, **provenance(sys.argv)}, indent=1))
 
 
 def pair(max_positions: int = 512):

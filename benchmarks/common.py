@@ -1,10 +1,7 @@
-"""What the benchmarks share: prompts as inputs of `generate`, and their own command for the report."""
+"""What the benchmarks share: prompts as inputs of `generate`."""
 
 import json
-import sys
 from pathlib import Path
-
-from d3d_hf.bench.report import portable_command
 
 
 def chat_inputs(path: Path, tokenizer, first: int = 0, max_samples: int | None = None) -> list:
@@ -27,8 +24,3 @@ def chat_inputs(path: Path, tokenizer, first: int = 0, max_samples: int | None =
         )
         for line in lines
     ]
-
-
-def own_command() -> list[str]:
-    """`sys.argv` without the folders of this machine."""
-    return portable_command(sys.argv)

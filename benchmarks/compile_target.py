@@ -9,11 +9,12 @@ transformers' prompt lookup and with a drafter.
 import argparse
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 
 import torch
-from common import chat_inputs, own_command
+from common import chat_inputs
 from transformers import DynamicCache
 
 import d3d_hf
@@ -58,7 +59,7 @@ def main():
     if args.prompts is not None:
         report["generation"] = time_generation(targets, tokenizer, args)
     if args.output is not None:
-        report |= {"warm_up": "2 forwards; 8 tokens by each method", **provenance(own_command())}
+        report |= {"warm_up": "2 forwards; 8 tokens by each method", **provenance(sys.argv)}
         args.output.write_text(json.dumps(report, indent=1))
 
 

@@ -9,10 +9,11 @@ import argparse
 import contextlib
 import json
 import statistics
+import sys
 from pathlib import Path
 
 import torch
-from common import chat_inputs, own_command
+from common import chat_inputs
 
 from d3d_hf import D3DDrafterForCausalLM, candidate_generator, embedded
 from d3d_hf.training.provenance import provenance
@@ -60,7 +61,7 @@ def main():
     for result in rows:
         print("  ".join(f"{key} {value}" for key, value in result.items()), flush=True)
     if args.output is not None:
-        args.output.write_text(json.dumps({"results": rows, **provenance(own_command())}, indent=1))
+        args.output.write_text(json.dumps({"results": rows, **provenance(sys.argv)}, indent=1))
 
 
 @contextlib.contextmanager

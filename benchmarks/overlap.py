@@ -14,11 +14,12 @@ import contextlib
 import inspect
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 
 import torch
-from common import chat_inputs, own_command
+from common import chat_inputs
 
 from d3d_hf import D3DDrafterForCausalLM, embedded
 from d3d_hf.async_drafting import AsyncCandidateGenerator, InlineWorker
@@ -45,7 +46,7 @@ def main():
         rows.append(measure(target, drafter_of(target, num_layers, args), inputs, args))
         print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
     if args.output is not None:
-        args.output.write_text(json.dumps({"results": rows, **provenance(own_command())}, indent=1))
+        args.output.write_text(json.dumps({"results": rows, **provenance(sys.argv)}, indent=1))
 
 
 def drafter_of(target, num_layers: int, args):

@@ -16,11 +16,11 @@ import argparse
 import functools
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 
 import torch
-from common import own_command
 from imposed_rounds import impose, paced, prompt_of, random_drafter
 
 from d3d_hf.cost_model import AcceptanceProfile, MeasuredForward, Plan, predict
@@ -69,7 +69,7 @@ def main():
         "forward_ms": models.times(),
         "warm_up": "one generation of each setting",
         "seconds": round(time.perf_counter() - start),
-        **provenance(own_command()),
+        **provenance(sys.argv),
     }
     print(f"mean absolute error {report['mean_absolute_error']:.3f}, largest {max(errors):.3f}, {by_schedule}")
     if args.output is not None:

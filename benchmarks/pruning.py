@@ -21,7 +21,7 @@ import sys
 import time
 
 import torch
-from common import chat_inputs, own_command
+from common import chat_inputs
 
 from d3d_hf import D3DDrafterForCausalLM, embedded
 from d3d_hf.pruning import remove_layers
@@ -185,7 +185,7 @@ def main():
     results = {"scoring": measure_scoring, "depths": measure_depths}[args.part](args)
     if args.output:
         with open(args.output, "w", encoding="utf-8") as file:
-            json.dump({**provenance(own_command()), "settings": {"threads": args.threads}, **results}, file, indent=1)
+            json.dump({**provenance(sys.argv), "settings": {"threads": args.threads}, **results}, file, indent=1)
             file.write("\n")
 
 

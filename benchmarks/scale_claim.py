@@ -11,11 +11,11 @@ verdict and on a second device. One command, below six minutes with two threads:
 import argparse
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 
 import torch
-from common import own_command
 from imposed_rounds import impose, paced, prompt_of, random_drafter
 
 from d3d_hf.cost_model import AcceptanceProfile, MeasuredForward, Plan, predict
@@ -53,7 +53,7 @@ def main():
         "gain_grows": {depth: ratios == sorted(ratios) for depth, ratios in speedups.items()},
         "warm_up": "one plain and one drafted generation",
         "seconds": round(time.perf_counter() - start),
-        **provenance(own_command()),
+        **provenance(sys.argv),
     }
     print(f"the gain grows with the target: {report['gain_grows']}")
     if args.output is not None:

@@ -66,7 +66,7 @@ class Report:
         self._end = time.monotonic() + 60 * minutes
         argv = ["python", "examples/device_check.py", *sys.argv[1:]]
         self.content = {
-            **provenance(_without_folders(argv)),
+            **provenance(argv),
             "settings": settings,
             "parts": {},
             "skipped": [],
@@ -103,10 +103,6 @@ class Report:
         self.save()
         print(f"{len(self.content['skipped'])} rows skipped, {len(self.content['failed'])} failed: {self._path}")
         return 1 if self.content["failed"] else 0
-
-
-def _without_folders(argv: list[str]) -> list[str]:
-    return [Path(word).name if word.startswith(("/", "~")) else word for word in argv]
 
 
 def _short(value):

@@ -18,7 +18,7 @@ from d3d_hf.bench.methods import CannotRunError, Contestants, autoregressive_ass
 from d3d_hf.bench.models import load_dflash, parse_shape
 from d3d_hf.bench.page import read_reports, results_page
 from d3d_hf.bench.recording import record
-from d3d_hf.bench.report import averages, portable_command, print_table, rounded
+from d3d_hf.bench.report import averages, print_table, rounded
 from d3d_hf.bench.statistics import (
     accepted_histogram,
     expected_tokens_per_round,
@@ -29,6 +29,7 @@ from d3d_hf.bench.statistics import (
 )
 from d3d_hf.cli import main
 from d3d_hf.testing import ForwardCounter, oracle_drafter, tiny_model, tiny_tokenizer
+from d3d_hf.training.provenance import provenance
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -233,7 +234,7 @@ def test_imposed_acceptance_holds_over_compiled_models():
 
 @pytest.mark.parametrize("profile", [[], [1.5], [-0.1]])
 def test_profiles_that_are_none_are_refused(profile):
-    with pytest.raises(ValueError, match="give at least one chance from 0 to 1"):
+    with pytest.raises(ValueError, match="The acceptance profile is .*: give at least one number, each from 0 to 1"):
         ImposedAcceptance(profile, 67)
 
 
@@ -664,7 +665,7 @@ def test_commands_in_reports_have_no_folders():
         "--output",
         "a/r.json",
     ]
-    assert portable_command(argv) == [
+    assert provenance(argv)["argv"] == [
         *("d3d-hf", "bench", "--datasets", "gsm8k.jsonl,mt-bench", "--drafter", "hub_cards/d", "--output", "r.json")
     ]
     assert rounded({"a": [1.23456789, 2], "b": (True, None)}) == {"a": [1.2346, 2], "b": [True, None]}

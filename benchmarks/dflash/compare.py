@@ -93,9 +93,8 @@ def main():
         args,
     )
     settings = {k: v for k, v in vars(args).items() if k not in ("data", "output_dir", "target")}
-    command = [Path(part).name if Path(part).is_absolute() else part for part in sys.argv]
     report = {"results": results, "settings": settings, "num_train_rows": len(kept) - args.eval_rows}
-    (args.output_dir / "report.json").write_text(json.dumps({**report, **provenance(command)}, indent=1))
+    (args.output_dir / "report.json").write_text(json.dumps({**report, **provenance(sys.argv)}, indent=1))
 
 
 def compare(target, train_rows: list, held_out: list[tuple[list[int], int]], args: argparse.Namespace) -> list[dict]:

@@ -1,6 +1,5 @@
 """From rows of single prompts to results: one object per data set and method, as JSON, table and page hold it."""
 
-import os
 from collections.abc import Mapping, Sequence
 
 from .statistics import accepted_histogram, geometric_mean, paired_speedup, slot_acceptance, spread
@@ -155,21 +154,6 @@ def rounded(value, digits: int = 5):
     return value
 
 
-def portable_command(argv: Sequence[str]) -> list[str]:
-    """A command without the folders of this machine: of absolute paths, and of JSON files, the name is kept."""
-
-    def portable(part: str) -> str:
-        pieces = part.split(",")
-        return ",".join(
-            os.path.basename(os.path.normpath(piece))
-            if os.path.isabs(piece) or piece.endswith((".jsonl", ".json"))
-            else piece
-            for piece in pieces
-        )
-
-    return [portable(part) for part in argv]
-
-
 # Of the table where its reader's terminal is not known.
 _WIDTH = 150
 COLUMNS = (
@@ -252,7 +236,6 @@ def print_table(results: Sequence[Mapping]):
 __all__ = [
     "COLUMNS",
     "averages",
-    "portable_command",
     "print_table",
     "rounded",
     "summarise",

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..backbones import cache_argument
+from ..cost_model.acceptance import check_probabilities, first_slots
 from ..drafting_session import Draft
 
 
@@ -32,10 +33,8 @@ class ImposedAcceptance:
     """
 
     def __init__(self, profile: Sequence[float], vocab_size: int, never: Iterable[int] = (), max_length: int = 4096):
-        if not profile or not all(0 <= chance <= 1 for chance in profile):
-            raise ValueError(f"The acceptance profile is {list(profile)}: give at least one chance from 0 to 1.")
         never = set(never)
-        self._profile = tuple(profile)
+        self._profile = check_probabilities("The acceptance profile", profile)
         self._allowed = torch.tensor([token for token in range(vocab_size) if token not in never])
         if len(self._allowed) < 2:
             raise ValueError(f"A vocabulary of {vocab_size} ids without {sorted(never)} leaves nothing to be wrong.")
@@ -63,7 +62,7 @@ class ImposedAcceptance:
     def draft(self, context_length: int, num_tokens: int) -> torch.LongTensor:
         """Draft tokens after so many tokens of text, on the CPU; the same for the same place, whoever drafts."""
         generator = torch.Generator().manual_seed(self._draws * self._max_length + context_length)
-        chances = [self._profile[min(slot, len(self._profile) - 1)] for slot in range(num_tokens)]
+        chances = first_slots(self._profile, num_tokens)
         is_right = torch.rand(num_tokens, generator=generator) < torch.tensor(chances)
         places = slice(context_length, context_length + num_tokens)
         return torch.where(is_right, self._text[places], self._wrong[places])

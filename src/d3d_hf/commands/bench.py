@@ -142,13 +142,14 @@ def _write_page(args: argparse.Namespace) -> int:
 def _profile(text: str | None) -> list[float] | None:
     if text is None:
         return None
+    from ..cost_model.acceptance import check_probabilities
+
     try:
-        profile = [float(part) for part in text.split(",")]
+        return list(check_probabilities("--acceptance", [float(part) for part in text.split(",")]))
     except ValueError:
-        profile = []
-    if not profile or not all(0 <= chance <= 1 for chance in profile):
-        raise UsageError(f"--acceptance {text!r} is no list of chances: give numbers from 0 to 1, like 0.9,0.85,0.8")
-    return profile
+        raise UsageError(
+            f"--acceptance {text!r} is no list of chances: give numbers from 0 to 1, like 0.9,0.85,0.8"
+        ) from None
 
 
 def _refuse_conflicts(args: argparse.Namespace, profile: list[float] | None):
@@ -341,8 +342,7 @@ def _settings(args: argparse.Namespace, methods, contestants, prompt_sets, profi
     import torch
 
     from .. import embedded
-    from ..bench.report import portable_command
-    from ..training.provenance import versions
+    from ..training.provenance import portable_command, versions
 
     target = args.target or embedded.TARGET_NAME
     return {
@@ -387,7 +387,7 @@ def _play(runner, prompt_sets, store, state):
 
 
 def _finish(args: argparse.Namespace, settings: dict, store, contestants, state):
-    from ..bench.report import averages, portable_command, print_table, rounded, summarise
+    from ..bench.report import averages, print_table, rounded, summarise
     from ..bench.runner import WARM_UP_TOKENS
     from ..pruning.progress import write_json
     from ..training.provenance import provenance
@@ -404,7 +404,7 @@ def _finish(args: argparse.Namespace, settings: dict, store, contestants, state)
         "settings": settings,
         "warm_up": f"{WARM_UP_TOKENS} tokens of the first prompt by every method, not counted",
         "num_processes": state.num_processes,
-        **provenance(portable_command(args.argv)),
+        **provenance(args.argv),
     }
     report["machine"]["device"] = str(contestants.target.device)
     if args.output is not None:

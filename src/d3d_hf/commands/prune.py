@@ -148,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
                 texts_per_pass=args.texts_per_pass,
                 measured_dtype=dtype,
                 processing_class=tokenizer,
-                argv=[os.path.basename(part) if os.path.isabs(part) else part for part in args.argv],
+                argv=args.argv,
                 on_progress=show,
             )
         except ValueError as error:

@@ -197,7 +197,7 @@ def prune_drafter(
         on_progress,
     )
     report = {
-        **provenance(list(sys.argv if argv is None else argv)),
+        **provenance(sys.argv if argv is None else argv),
         "drafter": {
             "name": drafter.config.name_or_path or None,
             "target": drafter.config.target_name_or_path,

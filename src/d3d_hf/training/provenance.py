@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -62,16 +63,31 @@ def machine() -> dict[str, object]:
     }
 
 
-def provenance(argv: list[str]) -> dict[str, object]:
+def portable_command(argv: Sequence[str]) -> list[str]:
+    """A command without the folders of this machine: of absolute paths, and of JSON files, the name is kept."""
+
+    def portable(part: str) -> str:
+        pieces = part.split(",")
+        return ",".join(
+            os.path.basename(os.path.normpath(piece))
+            if os.path.isabs(piece) or piece.endswith((".jsonl", ".json"))
+            else piece
+            for piece in pieces
+        )
+
+    return [portable(part) for part in argv]
+
+
+def provenance(argv: Sequence[str]) -> dict[str, object]:
     """
     Args:
-        argv (`list[str]`): The command that made the results.
+        argv (sequence of `str`): The command that made the results; folders are left out of it.
 
     Returns:
         `dict` with `argv`, `date` (UTC), `versions`, `git_commit` and `machine`, all of which JSON can hold.
     """
     return {
-        "argv": list(argv),
+        "argv": portable_command(argv),
         "date": datetime.now(UTC).date().isoformat(),
         "versions": versions(),
         "git_commit": git_commit(),
@@ -79,4 +95,4 @@ def provenance(argv: list[str]) -> dict[str, object]:
     }
 
 
-__all__ = ["git_commit", "machine", "provenance", "versions"]
+__all__ = ["git_commit", "machine", "portable_command", "provenance", "versions"]
