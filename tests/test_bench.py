@@ -736,7 +736,18 @@ def test_a_page_says_where_d3d_loses_and_why(bench, tmp_path):
     assert "1.50 (1.40 to 1.60)" in page and "1 of 2 (gap 0.5 ulp)" in page and "none \\| given" in page
     assert "d3d-sync, 0.53 times prompt-lookup: it loses. Its rounds take 2.50 plain tokens' time for 2.00" in page
     assert "d3d-async is slower than plain generation" in page and "d3d-sync is slower" not in page
-    assert "| chat | d3d-sync | 0.75 | 0.50 |" in page
+    assert "| chat | d3d-sync | 0.75 | 0.50 |" in page and "On average" not in page
+    compiled = [result_of("chat", "plain+ct", 2.0, 1.0), result_of("chat", "d3d-sync+cd+ct", 2.4, 2.0)]
+    code = [{**result, "dataset": "code"} for result in (*results[:3], *compiled)]
+    others = {"a": {**report, "results": [*results, *compiled]}, "b": {**report, "results": code}}
+    warm = {**report, "settings": {**report["settings"], "temperature": 1}}
+    page = results_page({**others, "c": warm})
+    assert "chat, eager target: the fastest D3D method is d3d-sync, 0.53 times" in page
+    assert "chat, compiled target: the fastest D3D method is d3d-sync+cd+ct, 1.20 times plain+ct." in page
+    assert "chat: the fastest of all D3D methods, d3d-sync+cd+ct, is 1.60 times prompt-lookup" in page
+    average = page[page.index("## On average") :]
+    assert "geometric means over chat, code" in average and "async" not in average, "it ran on one of them alone"
+    assert average.index("d3d-sync+cd+ct | 2.40") < average.index("plain+ct | 2.00")
     assert "measured yet" not in page and "measured yet" in results_page({})
     (tmp_path / "other.json").write_text("[]")
     status, _, err = bench("--page", tmp_path / "page.md", "--from", tmp_path / "other.json")

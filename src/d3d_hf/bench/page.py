@@ -2,10 +2,11 @@
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from .report import COLUMNS, table_rows
+from .methods import COMPILED_TARGET
+from .report import COLUMNS, averages, table_rows
 
 
 _INTRODUCTION = """\
@@ -34,7 +35,7 @@ def results_page(reports: Mapping[str, Mapping]) -> str:
         `str`: Markdown.
     """
     sections = [_section(name, report) for name, report in reports.items()]
-    return _INTRODUCTION + ("".join(sections) or _NOTHING_YET)
+    return _INTRODUCTION + ("".join([*sections, "\n".join(_overall(reports.values()))]) or _NOTHING_YET)
 
 
 def read_reports(paths: Sequence[str | Path]) -> dict[str, dict]:
@@ -81,9 +82,7 @@ def _section(name: str, report: Mapping) -> str:
         *map(_markdown_row, table_rows(report["results"])),
     ]
     if report["averages"] and report["averages"][0]["num_datasets"] > 1:
-        lines += ["", "| Method, over all data sets | Speedup (geometric mean) | Tokens per round |", "|---|---|---|"]
-        ranked = sorted(report["averages"], key=lambda average: -average["speedup"])
-        lines += [f"| {a['method']} | {a['speedup']:.2f} | {a['tokens_per_round']:.2f} |" for a in ranked]
+        lines += _ranking(sorted(report["averages"], key=lambda average: -average["speedup"]))
     lines += _slots(report["results"])
     findings = _findings(report["results"])
     lines += [""] * bool(findings) + [f"- {finding}" for finding in findings]
@@ -107,25 +106,38 @@ def _slots(results: Sequence[Mapping]) -> list[str]:
 
 
 def _findings(results: Sequence[Mapping]) -> list[str]:
-    """How D3D stands against the best of the others on each data set, and why it loses where it does."""
+    """How D3D stands against the best of the others on each data set and target, and why it loses where it does."""
     findings, explained = [], []
     for dataset in dict.fromkeys(result["dataset"] for result in results):
         ran = [result for result in results if result["dataset"] == dataset and result["num_prompts"]]
-        ours = [result for result in ran if result["method"].startswith("d3d-")]
-        others = [result for result in ran if not result["method"].startswith("d3d-")]
-        if not ours or not others:
-            continue
-        best, rival = (max(group, key=lambda result: result["speedup"]) for group in (ours, others))
-        ratio = best["speedup"] / rival["speedup"]
-        text = f"{dataset}: the fastest D3D method is {best['method']}, {ratio:.2f} times {rival['method']}"
-        if ratio < 1:
-            explained.append(best)
-            text += (
-                f": it loses. Its rounds take {best['round_cost']:.2f} plain tokens' time for "
-                f"{best['tokens_per_round']:.2f} tokens, those of {rival['method']} {rival['round_cost']:.2f} for "
-                f"{rival['tokens_per_round']:.2f}"
+        compared = []
+        for is_compiled in (False, True):
+            over_target = [result for result in ran if result["method"].endswith(COMPILED_TARGET) == is_compiled]
+            ours, others = _parted(over_target)
+            if not ours or not others:
+                continue
+            best, rival = _fastest(ours), _fastest(others)
+            compared.append((best, rival))
+            ratio = best["speedup"] / rival["speedup"]
+            text = (
+                f"{dataset}, {'compiled' if is_compiled else 'eager'} target: the fastest D3D method is "
+                f"{best['method']}, {ratio:.2f} times {rival['method']}"
             )
-        findings.append(text + ".")
+            if ratio < 1:
+                explained.append(best)
+                text += (
+                    f": it loses. Its rounds take {best['round_cost']:.2f} plain tokens' time for "
+                    f"{best['tokens_per_round']:.2f} tokens, those of {rival['method']} {rival['round_cost']:.2f} for "
+                    f"{rival['tokens_per_round']:.2f}"
+                )
+            findings.append(text + ".")
+        if len(compared) == 2:
+            best, rival = _fastest(best for best, _ in compared), compared[0][1]
+            findings.append(
+                f"{dataset}: the fastest of all D3D methods, {best['method']}, is "
+                f"{best['speedup'] / rival['speedup']:.2f} times {rival['method']}, the fastest that transformers has "
+                f"without this package."
+            )
     for result in results:
         is_slow = result["method"].startswith("d3d-") and result["num_prompts"] and result["speedup"] < 1
         if is_slow and result not in explained:
@@ -134,6 +146,47 @@ def _findings(results: Sequence[Mapping]) -> list[str]:
                 f"{result['round_cost']:.2f} plain tokens' time and gives {result['tokens_per_round']:.2f} tokens."
             )
     return findings
+
+
+def _parted(results: Sequence[Mapping]) -> tuple[list[Mapping], list[Mapping]]:
+    """Results of D3D, and of the others."""
+    ours = [result for result in results if result["method"].startswith("d3d-")]
+    return ours, [result for result in results if result not in ours]
+
+
+def _fastest(results: Iterable[Mapping]) -> Mapping:
+    return max(results, key=lambda result: result["speedup"])
+
+
+def _overall(reports: Iterable[Mapping]) -> list[str]:
+    """Greedy runs of the same models and length together, each method that ran on all of their data sets."""
+    groups = {}
+    for report in reports:
+        settings = report["settings"]
+        if settings["temperature"] == 0:
+            models = (settings["target"], *settings["drafters"])
+            groups.setdefault((*models, settings["dtype"], settings["max_new_tokens"]), []).extend(report["results"])
+    lines = []
+    for (target, *_, num_tokens), results in groups.items():
+        ranked = sorted(averages(results), key=lambda average: -average["speedup"])
+        if not ranked or ranked[0]["num_datasets"] < 2:
+            continue
+        datasets = ", ".join(dict.fromkeys(result["dataset"] for result in results))
+        lines += [
+            "",
+            "## On average",
+            "",
+            f"Greedy, {num_tokens} new tokens at most, target {target}: geometric means over {datasets}.",
+            *_ranking(ranked),
+            "",
+        ]
+    return lines
+
+
+def _ranking(ranked: Sequence[Mapping]) -> list[str]:
+    rows = [[a["method"], f"{a['speedup']:.2f}", f"{a['tokens_per_round']:.2f}"] for a in ranked]
+    heading = ["Method, over all data sets", "Speedup (geometric mean)", "Tokens per round"]
+    return ["", _markdown_row(heading), "|---" * len(heading) + "|", *map(_markdown_row, rows)]
 
 
 def _markdown_row(cells: Sequence[str]) -> str:
