@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from fake_graphs import FakeGraphs
 
 from d3d_hf import D3DDrafterForCausalLM
 from d3d_hf.bench import ImposedAcceptance, RowStore, Runner, parse_methods, summarise
@@ -167,11 +168,28 @@ def test_what_cannot_run_says_why():
         ("assisted", Contestants(target), "no drafter was given"),
         ("dflash", Contestants(target), "no DFlash drafter was given"),
         ("prompt-lookup", Contestants(tiny_model("llama", seed=5), imposed=imposed), "acceptance is imposed"),
-        ("plain+ct", Contestants(tiny_model("llama").to("meta")), "compiled on the CPU"),
+        ("plain+ct", Contestants(tiny_model("llama").to("meta")), "LlamaForCausalLM on meta cannot be compiled"),
     ):
         method = parse_methods([name], [])[-1]
         with pytest.raises(CannotRunError, match=reason):
             method.call(contestants)
+
+
+def test_on_a_gpu_compiled_methods_replay_graphs(monkeypatch):
+    graphs = {"target": FakeGraphs(), "drafter": FakeGraphs()}
+    monkeypatch.setattr("d3d_hf.compiled.target.graphs_for", lambda device: graphs["target"])
+    monkeypatch.setattr("d3d_hf.compiled.drafter.graphs_for", lambda device: graphs["drafter"])
+    target = tiny_model("llama", seed=5)
+    contestants = Contestants(target, {"d": D3DDrafterForCausalLM.from_backbone(target, block_size=3)}, max_context=64)
+    answers = []
+    for method in parse_methods(["plain", "plain+ct", "d3d-sync+cd+ct"], ["d"]):
+        call = method.call(contestants)
+        config, arguments = call.arguments(config_of(target, 30))
+        replays = {name: fake.num_replays for name, fake in graphs.items()}
+        answers.append(record(call.target, [5, 6, 7], config, **arguments).ids)
+        ran = {name for name, fake in graphs.items() if fake.num_replays > replays[name]}
+        assert ran == {"plain": set(), "plain+ct": {"target"}}.get(method.name, {"target", "drafter"}), method.name
+    assert answers[0] == answers[1] == answers[2]
 
 
 # Imposed acceptance

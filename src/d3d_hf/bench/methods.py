@@ -49,26 +49,22 @@ class Contestants:
                 self.imposed.impose_on_drafter(drafter)
 
     def compiled_target(self) -> PreTrainedModel:
-        """A second copy of the target, compiled when it is first asked for."""
-        if self.target.device.type != "cpu":
-            raise CannotRunError(f"targets are compiled on the CPU, and this one is on {self.target.device}")
+        """A second copy of the target, compiled when it is first asked for; on a GPU, CUDA graphs."""
         if self._compiled is None:
             from ..compiled import compile_target
 
             twin = copy.deepcopy(self.target)
             twin.__dict__.pop("forward", None)  # what is imposed on the target calls the target
             if compile_target(twin, max_context=self.max_context).__class__ is self.target.__class__:
-                raise CannotRunError(f"{type(self.target).__name__} cannot be compiled")
+                raise CannotRunError(f"{type(self.target).__name__} on {self.target.device} cannot be compiled")
             if self.imposed is not None:
                 self.imposed.impose_on_target(twin)
             self._compiled = twin
         return self._compiled
 
     def warm_drafter(self, name: str) -> D3DDrafterForCausalLM:
-        """A drafter whose passes are compiled."""
+        """A drafter whose passes are compiled; on a GPU, CUDA graphs."""
         drafter = self.drafters[name]
-        if drafter.device.type != "cpu":
-            raise CannotRunError(f"drafters are compiled on the CPU, and this one is on {drafter.device}")
         if name not in self._warm:
             from ..compiled.drafter import compiled_drafter
 
