@@ -50,8 +50,8 @@ def add_command(commands):
         "--methods",
         metavar="LIST",
         default=_METHODS,
-        help="by commas; with +ct for a compiled target, of D3D with +cd for compiled drafts (CUDA graphs on a GPU), e.g. "
-        "d3d-sync+cd+ct; plain is always measured (default: %(default)s)",
+        help="by commas; with +ct for a compiled target, of D3D with +cd for compiled drafts (on a GPU: CUDA graphs), "
+        "e.g. d3d-sync+cd+ct; plain is always measured (default: %(default)s)",
     )
     what.add_argument(
         "--datasets", metavar="LIST", help=f"by commas: names or JSONL files of turns (default: {_DATASETS})"
