@@ -294,20 +294,23 @@ _STRONG = 6.0
 def _tasks(results: Path) -> dict[str, tuple[float, float]]:
     """Tokens per round of a draft of 8 and of prompt lookup, by task, as the embedded target's drafters had them."""
 
-    def measured(file: str, dataset: str, method: str) -> float:
-        for row in read_json(results / file)["results"]:
-            if row["dataset"] == dataset and row["method"] == method:
-                return row["tokens_per_round"]
-        raise ValueError(f"{file} has no row of {dataset} and {method}.")
+    def measured(dataset: str) -> tuple[float, float]:
+        rows = {row["method"]: row["tokens_per_round"] for row in _measured(results, dataset)}
+        return rows["d3d-sync+cd"], rows["prompt-lookup"]
 
-    other, rounds = "smollm2-135m-speed-other.json", "smollm2-135m-rounds-other.json"
-    maths_lookup = measured("smollm2-135m-speed.json", "gsm8k", "prompt-lookup")
+    arithmetic = measured("gsm8k")
     return {
-        "conversation": (measured(rounds, "mt-bench", "d3d-sync+ct"), measured(other, "mt-bench", "prompt-lookup")),
-        "code": (measured(rounds, "humaneval", "d3d-sync+ct"), measured(other, "humaneval", "prompt-lookup")),
-        "arithmetic": (measured("smollm2-135m-speed.json", "gsm8k", "d3d-sync"), maths_lookup),
-        "arithmetic, stronger drafter": (_STRONG, maths_lookup),
+        "conversation": measured("mt-bench"),
+        "code": measured("humaneval"),
+        "arithmetic": arithmetic,
+        "arithmetic, stronger drafter": (_STRONG, arithmetic[1]),
     }
+
+
+def _measured(results: Path, dataset: str) -> list[dict]:
+    """Rows of a data set in the benchmark of all methods, of those that ran."""
+    rows = read_json(results / f"bench-{dataset}.json")["results"]
+    return [row for row in rows if row["dataset"] == dataset and row["num_prompts"]]
 
 
 def paying_assumptions(results: Path) -> str:
@@ -393,12 +396,10 @@ def by_task(results: Path) -> str:
 
 def paying_measured(results: Path) -> str:
     """Measured speedups of drafting after the verdict and of prompt lookup, by task."""
-    files = ("smollm2-135m-speed.json", "smollm2-135m-speed-other.json")
-    rows = [row for file in files for row in read_json(results / file)["results"]]
-    methods = ("prompt-lookup", "d3d-sync")
+    methods = ("prompt-lookup", "d3d-sync+cd")
     lines = []
-    for dataset in dict.fromkeys(row["dataset"] for row in rows):
-        speedups = {row["method"]: row["speedup"] for row in rows if row["dataset"] == dataset}
+    for dataset in ("gsm8k", "humaneval", "mt-bench"):
+        speedups = {row["method"]: row["speedup"] for row in _measured(results, dataset)}
         best = max(speedups[name] for name in methods)
         lines.append(
             (dataset, *(f"**{speedups[m]:.2f}**" if speedups[m] == best else f"{speedups[m]:.2f}" for m in methods))
