@@ -485,6 +485,8 @@ def test_removals_can_share_a_training(rows, tmp_path, monkeypatch):
         second["acceptance_length"] / report["full"]["trained"][0]["acceptance_length"]
     )
     assert report["settings"]["recovery"]["every"] == 2
+    text = as_markdown(report)
+    assert "2 training steps after every 2." in text and "progressive" in text and "(trained, the others not)" in text
 
 
 def test_the_trainer_prunes_with_its_own_data(rows, tmp_path):

@@ -17,11 +17,13 @@ def write_report(report: Mapping, folder: str):
 def as_markdown(report: Mapping) -> str:
     """The report's table for a model card: a line per removal, and how the baselines do at the same depth."""
     sets, full, data = list(report["data"]["evaluation"]), report["full"], report["data"]
-    recovery = report["settings"]["recovery"]
+    recovery, training = report["settings"]["recovery"], "no training in between"
+    if recovery is not None:
+        every = recovery.get("every", 1)
+        training = f"{recovery['num_steps']} training steps after " + ("each" if every == 1 else f"every {every}")
     lines = [
         f"Layers were chosen on {sum(data['calibration'].values())} responses and measured on "
-        f"{sum(data['evaluation'].values())} others, at {data['num_positions']['evaluation']} positions; "
-        + ("no training in between." if recovery is None else f"{recovery['num_steps']} training steps after each."),
+        f"{sum(data['evaluation'].values())} others, at {data['num_positions']['evaluation']} positions; {training}.",
         "",
         "| Layers | Removed | Acceptance length | Retention (95%) | "
         + "".join(f"{name} | " for name in sets)
@@ -49,6 +51,8 @@ def as_markdown(report: Mapping) -> str:
         ]
     for comparison in report["baselines"]:
         retained = [f"{name.replace('_', ' ')} {values['retention']:.3f}" for name, values in comparison["by"].items()]
+        if comparison["is_progressive_trained"]:
+            retained[0] += " (trained, the others not)"
         lines += ["", f"{comparison['num_removed']} removed, retention: {', '.join(retained)}."]
     return "\n".join(lines)
 
