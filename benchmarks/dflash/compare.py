@@ -93,6 +93,7 @@ def main():
         args,
     )
     settings = {k: v for k, v in vars(args).items() if k not in ("data", "output_dir", "target")}
+    results = [{"dataset": Path(args.data).stem, **row} for row in results]
     report = {"results": results, "settings": settings, "num_train_rows": len(kept) - args.eval_rows}
     (args.output_dir / "report.json").write_text(json.dumps({**report, **provenance(sys.argv)}, indent=1))
 
