@@ -21,8 +21,8 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from d3d_hf import D3DDrafterForCausalLM
-from d3d_hf.async_drafting import AsyncCandidateGenerator, InlineWorker
-from d3d_hf.generation_stats import GenerationStats
+from d3d_hf.decoding import AsyncCandidateGenerator, InlineWorker
+from d3d_hf.model.generation_stats import GenerationStats
 from d3d_hf.testing import tiny_model
 from d3d_hf.training.provenance import provenance
 

@@ -19,8 +19,8 @@ from transformers import DynamicCache
 
 import d3d_hf
 from d3d_hf import D3DDrafterForCausalLM, embedded
-from d3d_hf.backbones import cache_argument
 from d3d_hf.compiled import GrowingStaticCache
+from d3d_hf.model.backbones import cache_argument
 from d3d_hf.testing import ForwardCounter
 from d3d_hf.training.provenance import provenance
 

@@ -20,10 +20,10 @@ from transformers import DynamicCache
 
 import d3d_hf
 from d3d_hf import D3DDrafterForCausalLM, embedded
-from d3d_hf.backbones import cache_argument
 from d3d_hf.compiled import GrowingStaticCache
-from d3d_hf.drafting_session import DraftingSession
-from d3d_hf.token_chooser import TokenChooser
+from d3d_hf.model.backbones import cache_argument
+from d3d_hf.model.drafting_session import DraftingSession
+from d3d_hf.model.token_chooser import TokenChooser
 from d3d_hf.training.provenance import provenance
 
 

@@ -4,8 +4,8 @@ Bytes and arithmetic of packed passes on an H200, as the tables of docs/gpu.md:
     python benchmarks/gpu_floors.py
 """
 
+from d3d_hf.cost_model.shapes import shape_config
 from d3d_hf.kernels.floors import H200_BYTES_PER_S, H200_FLOPS_PER_S, attention_cost, pass_cost
-from d3d_hf.shapes import shape_config
 
 
 BLOCK_SIZE = 8

@@ -9,7 +9,7 @@ from transformers.generation.streamers import BaseStreamer
 from d3d_hf import D3DDrafterForCausalLM
 from d3d_hf.bench.synthetic import ImposedAcceptance
 from d3d_hf.cost_model.acceptance import first_slots, survival
-from d3d_hf.shapes import random_model
+from d3d_hf.cost_model.shapes import random_model
 
 
 _GOLDEN = (5**0.5 - 1) / 2

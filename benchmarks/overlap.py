@@ -22,7 +22,7 @@ import torch
 from common import chat_inputs
 
 from d3d_hf import D3DDrafterForCausalLM, embedded
-from d3d_hf.async_drafting import AsyncCandidateGenerator, InlineWorker
+from d3d_hf.decoding import AsyncCandidateGenerator, InlineWorker
 from d3d_hf.training.provenance import provenance
 
 

@@ -26,7 +26,7 @@ from imposed_rounds import impose, paced, prompt_of, random_drafter
 from d3d_hf.cost_model import AcceptanceProfile, MeasuredForward, Plan, predict
 from d3d_hf.cost_model.acceptance import first_slots, tokens_per_round
 from d3d_hf.cost_model.measure import drafter_forward_ms, target_forward_ms
-from d3d_hf.shapes import random_model, shape_config
+from d3d_hf.cost_model.shapes import random_model, shape_config
 from d3d_hf.training.provenance import provenance
 
 

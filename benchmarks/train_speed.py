@@ -23,7 +23,7 @@ import torch
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from d3d_hf import D3DDrafterForCausalLM, D3DTrainer, D3DTrainingArguments, embedded
-from d3d_hf.packing import lay_out
+from d3d_hf.model.packing import lay_out
 from d3d_hf.training.losses import token_loss
 from d3d_hf.training.provenance import provenance
 

@@ -30,13 +30,13 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 
 from d3d_hf import D3DDrafterForCausalLM, compile_target, uncompile_target
-from d3d_hf.async_drafting.worker import ThreadWorker
-from d3d_hf.backbones import cache_argument
 from d3d_hf.bench.recording import peak_memory_bytes, record, reset_peak_memory
 from d3d_hf.bench.synthetic import ImposedAcceptance
 from d3d_hf.compiled.drafter import compiled_drafter
 from d3d_hf.compiled.graph_backend import graphs_for
 from d3d_hf.cost_model.acceptance import constant_profile, survival
+from d3d_hf.cost_model.shapes import random_model, shape_config
+from d3d_hf.decoding.worker import ThreadWorker
 from d3d_hf.kernels import (
     choose_tokens,
     choose_tokens_twin,
@@ -46,8 +46,8 @@ from d3d_hf.kernels import (
     visibility_of,
 )
 from d3d_hf.kernels.floors import H200_BYTES_PER_S, H200_FLOPS_PER_S, attention_cost, choice_cost, pass_cost
-from d3d_hf.packing import lay_out
-from d3d_hf.shapes import random_model, shape_config
+from d3d_hf.model.backbones import cache_argument
+from d3d_hf.model.packing import lay_out
 from d3d_hf.training.provenance import provenance
 
 

@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 import d3d_hf
 from d3d_hf import embedded
-from d3d_hf.drafting_options import DraftingOptions
+from d3d_hf.model.drafting_options import DraftingOptions
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ _PASSED_THROUGH = (
     os.path.join(_TRANSFORMERS, "utils", ""),
     os.path.join(_TRANSFORMERS, "models", "auto", ""),
     os.path.join(_TRANSFORMERS, "integrations", "heterogeneity", ""),  # a config's attribute look-up
-    os.path.join(_OURS, "generation_hook.py"),
+    os.path.join(_OURS, "model", "generation_hook.py"),
 )
 
 

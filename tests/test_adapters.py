@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from d3d_hf import D3DDrafterForCausalLM
-from d3d_hf.packing import lay_out
+from d3d_hf.model.packing import lay_out
 from d3d_hf.testing import tiny_model
 from lossless import assert_same, generate, prompt_of
 

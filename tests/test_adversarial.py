@@ -15,10 +15,10 @@ from transformers import (
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from d3d_hf import D3DDrafterForCausalLM
-from d3d_hf.backbones import decoder_layers, max_draft_positions, refuse_unpackable
-from d3d_hf.packing import lay_out
+from d3d_hf.model.backbones import decoder_layers, max_draft_positions, refuse_unpackable
+from d3d_hf.model.packing import lay_out
+from d3d_hf.model.verification import drawable
 from d3d_hf.testing import ForwardCounter, anti_oracle_drafter, oracle_drafter, tiny_config, tiny_model
-from d3d_hf.verification import drawable
 from lossless import BLOCK_SIZE, assert_same, generate, prompt_of
 
 

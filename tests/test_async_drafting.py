@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d3d_hf import D3DDrafterForCausalLM, D3DTrainer, D3DTrainingArguments
-from d3d_hf.async_drafting import (
+from d3d_hf.decoding import (
     AsyncCandidateGenerator,
     Branch,
     Calibration,
@@ -26,8 +26,9 @@ from d3d_hf.async_drafting import (
     ThreadWorker,
     plan_branches,
 )
-from d3d_hf.async_drafting.packed_drafts import guesses_without
-from d3d_hf.packing import lay_out
+from d3d_hf.decoding.packed_drafts import guesses_without
+from d3d_hf.model.packing import lay_out
+from d3d_hf.model.token_chooser import TokenChooser
 from d3d_hf.testing import (
     ARCHITECTURES,
     ForwardCounter,
@@ -36,7 +37,6 @@ from d3d_hf.testing import (
     oracle_drafter,
     tiny_model,
 )
-from d3d_hf.token_chooser import TokenChooser
 from lossless import BLOCK_SIZE, drafters_of, generate, prompt_of
 from test_sampling import LAWS, NUM_TESTS, VOCAB_SIZE, drafter_of, transition_p_value, transitions
 

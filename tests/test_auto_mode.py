@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from d3d_hf import D3DDrafterForCausalLM, candidate_generator
-from d3d_hf.async_drafting import ModeSelector, auto
+from d3d_hf.decoding import ModeSelector, auto
 from d3d_hf.testing import memoryless_model, oracle_drafter, tiny_model
 from lossless import BLOCK_SIZE, assert_same, drafters_of, generate, prompt_of
 from test_sampling import LAWS, NUM_TESTS, VOCAB_SIZE, drafter_of, transition_p_value, transitions

@@ -6,13 +6,13 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from d3d_hf import D3DDrafterForCausalLM, D3DTrainer, D3DTrainingArguments, drafting_session
-from d3d_hf.async_drafting import PackedSession
-from d3d_hf.drafting_session import DraftingSession
-from d3d_hf.packing import lay_out
+from d3d_hf.decoding import PackedSession
+from d3d_hf.model.drafting_session import DraftingSession
+from d3d_hf.model.packing import lay_out
+from d3d_hf.model.token_chooser import TokenChooser, warpers_of
+from d3d_hf.model.verification import warp
 from d3d_hf.testing import ARCHITECTURES, memoryless_model, tiny_model
-from d3d_hf.token_chooser import TokenChooser, warpers_of
 from d3d_hf.training.acceptance import draft_outcomes, play_through
-from d3d_hf.verification import warp
 from lossless import assert_same, generate, prompt_of
 from test_sampling import LAWS, NUM_TESTS, VOCAB_SIZE, transition_p_value, transitions
 

@@ -13,9 +13,9 @@ import torch
 from transformers import GenerationMixin
 
 from d3d_hf import D3DDrafterForCausalLM
+from d3d_hf.bench.comparison import first_difference
 from d3d_hf.cli import main, make_parser
 from d3d_hf.commands import generate as generate_command
-from d3d_hf.commands.comparison import first_difference
 from d3d_hf.testing import ForwardCounter, tiny_model, tiny_tokenizer
 
 

@@ -11,10 +11,10 @@ from torch import nn
 from transformers import DynamicCache
 
 import d3d_hf
-from d3d_hf.backbones import cache_argument
 from d3d_hf.compiled import GrowingStaticCache
 from d3d_hf.compiled import layer_graph as layer_graph_module
 from d3d_hf.compiled.layer_graph import LayerGraph
+from d3d_hf.model.backbones import cache_argument
 from d3d_hf.testing import ForwardCounter, acceptance_profile_drafter, oracle_drafter, tiny_model
 from lossless import prompt_of
 

@@ -9,12 +9,12 @@ import torch
 import torch.utils.cpp_extension
 
 from d3d_hf import D3DDrafterForCausalLM
-from d3d_hf.async_drafting import AsyncCandidateGenerator, InlineWorker
 from d3d_hf.compiled import drafter as compiled
 from d3d_hf.compiled.drafter import compiled_drafter, pass_buckets
-from d3d_hf.drafting_session import DraftingSession
+from d3d_hf.decoding import AsyncCandidateGenerator, InlineWorker
+from d3d_hf.model.drafting_session import DraftingSession
+from d3d_hf.model.token_chooser import TokenChooser
 from d3d_hf.testing import ForwardCounter, tiny_model
-from d3d_hf.token_chooser import TokenChooser
 from lossless import generate, prompt_of
 
 
@@ -90,7 +90,7 @@ def test_every_mode_and_runner_drafts_the_same(monkeypatch):
             accepted.append(drafter.last_generation_stats.num_accepted)
             assert (compiled_drafter(drafter).num_static_passes > before) == compile_drafter
         assert accepted[0] == accepted[1]
-    monkeypatch.setattr("d3d_hf.async_drafting.AsyncCandidateGenerator", InlineGenerator)
+    monkeypatch.setattr("d3d_hf.decoding.AsyncCandidateGenerator", InlineGenerator)
     assert generate(target, prompt, drafter).tolist() == reference
     assert drafter.last_generation_stats.num_accepted == accepted[0]
 

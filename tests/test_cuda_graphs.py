@@ -13,7 +13,6 @@ import torch
 from fake_graphs import FakeGraphs
 
 from d3d_hf import D3DDrafterForCausalLM, compile_target, uncompile_target
-from d3d_hf.async_drafting import AsyncCandidateGenerator, InlineWorker
 from d3d_hf.compiled import drafter as drafter_module
 from d3d_hf.compiled import graphed
 from d3d_hf.compiled import target as target_module
@@ -21,10 +20,11 @@ from d3d_hf.compiled.drafter import compiled_drafter, pass_buckets
 from d3d_hf.compiled.graphed import GraphedDrafter, GraphedTarget, static_masks
 from d3d_hf.compiled.pooled_cache import PooledStaticCache, StoragePool
 from d3d_hf.compiled.static_cache import GrowingStaticCache
-from d3d_hf.drafting_session import DraftingSession
-from d3d_hf.packing import attention_masks, lay_out
+from d3d_hf.decoding import AsyncCandidateGenerator, InlineWorker
+from d3d_hf.model.drafting_session import DraftingSession
+from d3d_hf.model.packing import attention_masks, lay_out
+from d3d_hf.model.token_chooser import TokenChooser
 from d3d_hf.testing import ForwardCounter, tiny_config, tiny_model
-from d3d_hf.token_chooser import TokenChooser
 from lossless import generate, prompt_of
 
 
@@ -138,7 +138,7 @@ def test_every_mode_and_runner_drafts_the_same(graphs, monkeypatch, num_guesses)
             assert (graphs.num_replays > before) == compile_drafter
         assert accepted[0] == accepted[1]
     assert graphs.threads == {threading.current_thread()}, "captures are the caller's business"
-    monkeypatch.setattr("d3d_hf.async_drafting.AsyncCandidateGenerator", InlineGenerator)
+    monkeypatch.setattr("d3d_hf.decoding.AsyncCandidateGenerator", InlineGenerator)
     assert generate(target, prompt, drafter).tolist() == reference
     assert drafter.last_generation_stats.num_accepted == accepted[0]
 

@@ -37,5 +37,5 @@ def test_a_warning_about_our_own_line_is_an_error():
     with pytest.raises(FutureWarning, match="`old` is deprecated"):
         eval(
             compile("deprecating(old=1)", OURS, "eval"),
-            {"deprecating": deprecating, "__name__": "d3d_hf.modeling_d3d"},
+            {"deprecating": deprecating, "__name__": "d3d_hf.model.modeling_d3d"},
         )

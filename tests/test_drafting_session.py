@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d3d_hf import D3DDrafterForCausalLM, drafting_session
-from d3d_hf.drafting_session import DraftingSession
-from d3d_hf.packing import lay_out
+from d3d_hf.model.drafting_session import DraftingSession
+from d3d_hf.model.packing import lay_out
+from d3d_hf.model.token_chooser import TokenChooser
 from d3d_hf.testing import ARCHITECTURES, tiny_model
-from d3d_hf.token_chooser import TokenChooser
 
 
 def session_of(drafter, **kwargs):

@@ -7,7 +7,7 @@ from packaging.version import Version
 from transformers import StaticCache, T5Config, T5ForConditionalGeneration
 
 from d3d_hf import D3DDrafterForCausalLM
-from d3d_hf.backbones import cache_argument
+from d3d_hf.model.backbones import cache_argument
 from d3d_hf.testing import ForwardCounter, oracle_drafter, tiny_model
 from lossless import generate, prompt_of
 

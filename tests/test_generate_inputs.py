@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Gemma3Config, Gemma3ForConditionalGeneration
 
 from d3d_hf import D3DDrafterForCausalLM
-from d3d_hf.backbones import cache_argument
+from d3d_hf.model.backbones import cache_argument
 from d3d_hf.testing import ARCHITECTURES, ForwardCounter, oracle_drafter, tiny_config, tiny_model
 from lossless import BLOCK_SIZE, assert_same, assert_same_for_every_drafter, drafters_of, generate, prompt_of
 

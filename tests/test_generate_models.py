@@ -23,7 +23,7 @@ from transformers import (
 
 import d3d_hf
 from d3d_hf import D3DDrafterForCausalLM
-from d3d_hf.packing import lay_out
+from d3d_hf.model.packing import lay_out
 from d3d_hf.testing import ForwardCounter, tiny_config, tiny_model, tiny_tokenizer
 from lossless import BLOCK_SIZE, assert_same, drafters_of, generate, prompt_of
 

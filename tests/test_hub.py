@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, pipeline
 
 from d3d_hf import D3DDrafterForCausalLM
-from d3d_hf.packing import lay_out
+from d3d_hf.model.packing import lay_out
 from d3d_hf.testing import tiny_model, tiny_tokenizer
 from fake_hub import FakeHub
 from lossless import prompt_of
@@ -108,7 +108,7 @@ LOADS = """
     from transformers import AutoModelForCausalLM
     from d3d_hf import D3DDrafterForCausalLM
     from d3d_hf.commands.info import describe
-    from d3d_hf.packing import lay_out
+    from d3d_hf.model.packing import lay_out
     from lossless import prompt_of
 
     expected = torch.load(EXPECTED)

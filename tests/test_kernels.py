@@ -28,9 +28,9 @@ from d3d_hf.kernels import (
 )
 from d3d_hf.kernels.attention import HEAD_DIMS, has_triton, runs_kernel
 from d3d_hf.kernels.floors import pass_cost
-from d3d_hf.packing import attention_masks, lay_out, visibility_rule
+from d3d_hf.model.packing import attention_masks, lay_out, visibility_rule
+from d3d_hf.model.token_chooser import TokenChooser
 from d3d_hf.testing import ARCHITECTURES, tiny_model
-from d3d_hf.token_chooser import TokenChooser
 
 
 TESTS = Path(__file__).parent

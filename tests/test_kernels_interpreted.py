@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from d3d_hf import D3DDrafterForCausalLM
 from d3d_hf.kernels import attention_interface, choose_tokens_twin, packed_attention_twin, visibility_of
 from d3d_hf.kernels.attention import HEAD_DIMS
-from d3d_hf.packing import lay_out
+from d3d_hf.model.packing import lay_out
 from d3d_hf.testing import tiny_model
 
 

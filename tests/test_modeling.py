@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from d3d_hf import D3DConfig, D3DDrafterForCausalLM
-from d3d_hf.backbones import max_draft_positions
-from d3d_hf.packing import lay_out
+from d3d_hf.model.backbones import max_draft_positions
+from d3d_hf.model.packing import lay_out
 from d3d_hf.testing import ARCHITECTURES, tiny_config, tiny_model
 
 

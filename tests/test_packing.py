@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from d3d_hf import D3DDrafterForCausalLM
-from d3d_hf.packing import CONTEXT, PADDING, attention_masks, lay_out, layer_windows, visibility_rule
+from d3d_hf.model.packing import CONTEXT, PADDING, attention_masks, lay_out, layer_windows, visibility_rule
 from d3d_hf.testing import ARCHITECTURES, tiny_config, tiny_model
 
 

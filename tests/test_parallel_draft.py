@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM
 
 from d3d_hf import D3DDrafterForCausalLM
 from d3d_hf.cli import main
-from d3d_hf.drafting_session import DraftingSession
 from d3d_hf.hub.parallel_draft import check_same_tokens, export_parallel_draft, import_parallel_draft
+from d3d_hf.model.drafting_session import DraftingSession
+from d3d_hf.model.token_chooser import TokenChooser
 from d3d_hf.testing import ForwardCounter, tiny_model, tiny_tokenizer
-from d3d_hf.token_chooser import TokenChooser
 from lossless import generate, prompt_of
 
 

@@ -28,7 +28,7 @@ from d3d_hf.cost_model.acceptance import first_slots, tokens_per_round, verdict_
 from d3d_hf.cost_model.forward_times import Demand
 from d3d_hf.cost_model.inputs import conditional, read_acceptance, read_retention, read_times
 from d3d_hf.cost_model.schedules import overlapped_ms
-from d3d_hf.shapes import SHAPE_NAMES, random_model, shape_config
+from d3d_hf.cost_model.shapes import SHAPE_NAMES, random_model, shape_config
 from d3d_hf.testing import tiny_model
 
 

@@ -9,7 +9,7 @@ import pytest
 from d3d_hf.cli import main
 from d3d_hf.cost_model.acceptance import tokens_per_round
 from d3d_hf.cost_model.measure import drafter_forward_ms, target_forward_ms
-from d3d_hf.modeling_d3d import D3DDrafterForCausalLM
+from d3d_hf.model.modeling_d3d import D3DDrafterForCausalLM
 from d3d_hf.testing import ForwardCounter, tiny_config, tiny_model
 
 

@@ -12,7 +12,7 @@ from d3d_hf.cli import main
 from d3d_hf.cost_model import AcceptanceProfile, Plan, RooflineForward, pages, predict
 from d3d_hf.cost_model.hardware import HARDWARE
 from d3d_hf.cost_model.pages import TABLES, rendered
-from d3d_hf.shapes import shape_config
+from d3d_hf.cost_model.shapes import shape_config
 
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from d3d_hf import D3DConfig, D3DDrafterForCausalLM, D3DTrainer, D3DTrainingArguments
 from d3d_hf.cli import main
-from d3d_hf.packing import lay_out
+from d3d_hf.model.packing import lay_out
 from d3d_hf.pruning import PruningGoal, Recovery, loop, prune_drafter, remove_layers, skip_layers
 from d3d_hf.pruning.baselines import block_influence, removed_by_influence, removed_evenly, removed_from_end
 from d3d_hf.pruning.removal import merged_copy

@@ -14,9 +14,9 @@ from transformers import GenerationConfig
 
 import d3d_hf
 from d3d_hf import D3DDrafterForCausalLM
+from d3d_hf.model.token_chooser import TokenChooser, warpers_of
+from d3d_hf.model.verification import warp
 from d3d_hf.testing import ForwardCounter, memoryless_model, tiny_model, transition_logits
-from d3d_hf.token_chooser import TokenChooser, warpers_of
-from d3d_hf.verification import warp
 
 
 VOCAB_SIZE = 7

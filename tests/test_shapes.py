@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from d3d_hf.shapes import SHAPE_NAMES, random_model, shape_config
+from d3d_hf.cost_model.shapes import SHAPE_NAMES, random_model, shape_config
 
 
 # Published parameter counts, tied embeddings counted once.

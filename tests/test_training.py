@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig
 
 from d3d_hf import D3DDrafterForCausalLM, D3DTrainer, D3DTrainingArguments
-from d3d_hf.packing import lay_out
+from d3d_hf.model.packing import lay_out
 from d3d_hf.testing import tiny_model, tiny_tokenizer
 from d3d_hf.training.acceptance import draft_outcomes, play_through
 from d3d_hf.training.examples import DraftingCollator, DraftingDataset, draw_blocks, to_example

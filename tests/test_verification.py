@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 from transformers.generation.utils import _speculative_sampling
 
-from d3d_hf.token_chooser import TokenChooser, warpers_of
-from d3d_hf.verification import (
+from d3d_hf.model.token_chooser import TokenChooser, warpers_of
+from d3d_hf.model.verification import (
     draw,
     fit_vocabulary,
     length_before_stop,

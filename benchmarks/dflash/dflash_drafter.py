@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from d3d_hf.backbones import resolve_kept_layers
+from d3d_hf.model.backbones import resolve_kept_layers
 
 
 try:

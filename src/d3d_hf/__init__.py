@@ -1,10 +1,10 @@
 """D3D: Decoupled Diffusion Drafting for Hugging Face transformers. The same text, in fewer target forwards."""
 
-from .configuration_d3d import D3DConfig
-from .generation_hook import install_generation_hook, is_generation_hook_installed, uninstall_generation_hook
-from .generation_stats import GenerationStats
 from .kernels import register_packed_attention
-from .modeling_d3d import D3DDrafterForCausalLM
+from .model.configuration_d3d import D3DConfig
+from .model.generation_hook import install_generation_hook, is_generation_hook_installed, uninstall_generation_hook
+from .model.generation_stats import GenerationStats
+from .model.modeling_d3d import D3DDrafterForCausalLM
 
 
 __version__ = "0.1.0"

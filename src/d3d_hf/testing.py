@@ -24,8 +24,8 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .modeling_d3d import D3DDrafterForCausalLM
-from .packing import PackedLayout
+from .model.modeling_d3d import D3DDrafterForCausalLM
+from .model.packing import PackedLayout
 
 
 _SIZES = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
-from ..modeling_d3d import D3DDrafterForCausalLM
+from ..model.modeling_d3d import D3DDrafterForCausalLM
 from .synthetic import ImposedAcceptance
 
 

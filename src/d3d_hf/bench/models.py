@@ -3,8 +3,8 @@
 import torch
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
-from ..modeling_d3d import D3DDrafterForCausalLM
-from ..shapes import random_model, shape_config
+from ..cost_model.shapes import random_model, shape_config
+from ..model.modeling_d3d import D3DDrafterForCausalLM
 
 
 SHAPE_PREFIX = "shape:"

@@ -10,9 +10,9 @@ from dataclasses import asdict
 import torch
 from transformers import GenerationConfig
 
-from ..commands.comparison import first_difference
 from ..pruning.progress import ResumableRun
 from ..training.prompts import Prompt
+from .comparison import first_difference
 from .datasets import PromptSet
 from .methods import CannotRunError, Contestants, Method
 from .recording import record

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..backbones import cache_argument
 from ..cost_model.acceptance import check_probabilities, first_slots
-from ..drafting_session import Draft
+from ..model.backbones import cache_argument
+from ..model.drafting_session import Draft
 
 
 # Above every logit of any model here, and a number in float16.

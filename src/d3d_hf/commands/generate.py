@@ -297,7 +297,7 @@ def _chat(answerer: _Answerer, args: argparse.Namespace) -> int:
 
 
 def _compare(answerer: _Answerer, inputs: dict, drafted: _Answer, is_greedy: bool) -> dict:
-    from .comparison import first_difference
+    from ..bench.comparison import first_difference
 
     plain = answerer.answer(inputs, is_shown=False, is_drafted=False)
     difference = None

@@ -34,8 +34,8 @@ def run(args: argparse.Namespace) -> int:
     from transformers import AutoConfig
 
     from .. import embedded
-    from ..configuration_d3d import D3DConfig
     from ..hub.parallel_draft import check_same_tokens, draft_settings, import_parallel_draft
+    from ..model.configuration_d3d import D3DConfig
     from .loading import load_tokenizer, own_tokenizer
 
     target_config, target_tokenizer = None, None

@@ -8,8 +8,8 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from .. import embedded
-from ..configuration_d3d import D3DConfig
-from ..modeling_d3d import D3DDrafterForCausalLM
+from ..model.configuration_d3d import D3DConfig
+from ..model.modeling_d3d import D3DDrafterForCausalLM
 from .arguments import UsageError, one_line
 
 

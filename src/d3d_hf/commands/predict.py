@@ -288,7 +288,7 @@ def _config(name: str, argument: str):
     """The text config of a shape's name, a folder or a Hub name."""
     from transformers import AutoConfig
 
-    from ..shapes import SHAPE_NAMES, shape_config
+    from ..cost_model.shapes import SHAPE_NAMES, shape_config
 
     if name in SHAPE_NAMES:
         return shape_config(name)
@@ -311,7 +311,7 @@ def _measure(args, block_size: int):
     from ..cost_model import MeasuredForward
     from ..cost_model.inputs import GivenTimes
     from ..cost_model.measure import drafter_forward_ms, target_forward_ms
-    from ..shapes import random_model
+    from ..cost_model.shapes import random_model
     from ..training.provenance import provenance
     from .loading import usable_device
 

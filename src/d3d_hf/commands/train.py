@@ -293,7 +293,7 @@ def _load_drafter(options: _Options, training, metadata: dict | None):
     from transformers import AutoConfig
 
     from .. import embedded
-    from ..modeling_d3d import D3DDrafterForCausalLM
+    from ..model.modeling_d3d import D3DDrafterForCausalLM
     from .loading import load_drafter, load_tokenizer, own_tokenizer, read_drafter_config
 
     cpu = torch.device("cpu")  # the trainer moves it

@@ -13,10 +13,10 @@ import weakref
 import torch
 from transformers import GenerationConfig
 
-from ..backbones import max_draft_positions
-from ..drafting_options import DraftingOptions
-from ..fallbacks import execution_device
-from ..packing import PackedLayout, attention_masks, lay_out
+from ..model.backbones import max_draft_positions
+from ..model.drafting_options import DraftingOptions
+from ..model.fallbacks import execution_device
+from ..model.packing import PackedLayout, attention_masks, lay_out
 from .graph_backend import graphs_for
 from .graphed import GraphedDrafter, GraphedDraftingCache
 from .static_cache import GrowingStaticCache, capacity_for, first_capacity

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from ..backbones import refuse_unpackable
 from ..kernels.visibility import BRANCH, NO_WINDOW, NUM_CACHED, NUM_ROWS, WINDOW, dense_visibility, visibility_of
-from ..packing import PADDING, PackedLayout, lay_out, layer_windows
+from ..model.backbones import refuse_unpackable
+from ..model.packing import PADDING, PackedLayout, lay_out, layer_windows
 from .graph_backend import CudaGraphs
 from .layer_graph import NotServedError
 from .pooled_cache import PooledStaticCache, StoragePool

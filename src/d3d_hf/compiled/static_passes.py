@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..backbones import cache_argument, decoder_layers
+from ..model.backbones import cache_argument, decoder_layers
 from .layer_graph import NotServedError, signature_of
 from .packed_weights import version_of
 from .static_cache import GrowingStaticCache

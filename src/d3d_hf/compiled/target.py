@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
-from ..backbones import cache_argument
+from ..model.backbones import cache_argument
 from .graph_backend import graphs_for
 from .graphed import GraphedTarget
 from .layer_graph import LayerGraph, NotServedError, has_hooks, signature_of

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from ..backbones import cache_argument
-from ..packing import lay_out
+from ..model.backbones import cache_argument
+from ..model.packing import lay_out
 
 
 @torch.no_grad()

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..shapes import shape_config
 from .acceptance import (
     BONUS_HIT_RATES,
     MASKED_RETENTION,
@@ -26,6 +25,7 @@ from .hardware import HARDWARE
 from .inputs import read_json
 from .schedules import Plan, Schedule, needed_tokens_per_round, predict, predict_lookup
 from .search import best_choice
+from .shapes import shape_config
 
 
 # Assumed on both pages.

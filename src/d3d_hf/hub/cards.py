@@ -23,7 +23,7 @@ from pathlib import Path
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ..configuration_d3d import D3DConfig
+from ..model.configuration_d3d import D3DConfig
 
 
 CARD_NAME = "README.md"

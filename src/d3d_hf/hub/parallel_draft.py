@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from ..checkpoints import hub_arguments, load_checked
-from ..modeling_d3d import D3DDrafterForCausalLM
+from ..model.checkpoints import hub_arguments, load_checked
+from ..model.modeling_d3d import D3DDrafterForCausalLM
 
 
 # Architectures that both engines run as draft models.

@@ -9,10 +9,10 @@ import torch
 from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, ModelCard
 from transformers.dynamic_module_utils import custom_object_save
 
-from ..adapters import ADAPTER_FOLDER
-from ..checkpoints import check_weight_files
-from ..configuration_d3d import D3DConfig
-from ..modeling_d3d import D3DDrafterForCausalLM
+from ..model.adapters import ADAPTER_FOLDER
+from ..model.checkpoints import check_weight_files
+from ..model.configuration_d3d import D3DConfig
+from ..model.modeling_d3d import D3DDrafterForCausalLM
 from .cards import CARD_NAME, FACTS_NAME
 
 

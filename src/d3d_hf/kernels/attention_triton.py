@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..packing import CONTEXT, PADDING
+from ..model.packing import CONTEXT, PADDING
 from .visibility import BRANCH, BRANCH_LIMIT, CONTEXT_LIMIT, NUM_CACHED, NUM_ROWS, POSITION, WINDOW
 
 

@@ -8,7 +8,7 @@ and a CUDA graph reads it from one place on the device, the length of the cache 
 
 import torch
 
-from ..packing import CONTEXT, PADDING, PackedLayout
+from ..model.packing import CONTEXT, PADDING, PackedLayout
 
 
 # Rows of the tensor.

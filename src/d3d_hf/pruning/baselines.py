@@ -2,7 +2,7 @@
 
 import torch
 
-from ..backbones import resolve_kept_layers
+from ..model.backbones import resolve_kept_layers
 from .removal import prunable_layers
 from .scoring import CalibrationSet, entering_hidden_states
 

@@ -9,7 +9,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
-from ..backbones import config_with_layers, decoder_layers
+from ..model.backbones import config_with_layers, decoder_layers
 
 
 _CACHE_NAMES = ("cache", "past_key_values", "layer_past")

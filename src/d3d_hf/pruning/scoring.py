@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..packing import PackedLayout, lay_out
+from ..model.packing import PackedLayout, lay_out
+from ..model.verification import fit_vocabulary
 from ..training.acceptance import bootstrap_interval, evenly_spread
 from ..training.examples import to_example
-from ..verification import fit_vocabulary
 from .removal import layers_replaced, prunable_layers, skip_layers
 
 

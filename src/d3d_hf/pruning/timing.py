@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from ..cost_model.measure import synchronize
-from ..packing import lay_out
+from ..model.packing import lay_out
 
 
 NUM_CACHED = 256  # context tokens in the cache of a timed pass

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..packing import lay_out
-from ..verification import fit_vocabulary
+from ..model.packing import lay_out
+from ..model.verification import fit_vocabulary
 
 
 MAX_GUESSES = 3

@@ -10,8 +10,8 @@ import torch
 from peft import PeftConfig, get_peft_model
 from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainerCallback, set_seed
 
-from ..modeling_d3d import D3DDrafterForCausalLM
-from ..packing import lay_out
+from ..model.modeling_d3d import D3DDrafterForCausalLM
+from ..model.packing import lay_out
 from .acceptance import AcceptedByPosition, draft_outcomes, evenly_spread, mean_metrics
 from .arguments import D3DTrainingArguments
 from .examples import DraftingCollator, DraftingDataset, draw_blocks

@@ -78,6 +78,11 @@ class D3DCandidateGenerator(CandidateGenerator):
         self._verify_start = None
         self._num_known = None
 
+    @property
+    def num_drafting_tokens(self) -> int:
+        """The most tokens that one draft may have; transformers keeps so many recurrent states to roll back to."""
+        return self.options.num_assistant_tokens
+
     def _make_session(self, drafter) -> DraftingSession:
         options = self.options
         return DraftingSession(drafter, self._chooser, options.num_denoising_steps, options.compile_drafter)
@@ -268,7 +273,7 @@ def make_candidate_generator(
 def _package_generator(drafting_mode: str) -> type[D3DCandidateGenerator]:
     """The generator of a mode that comes with the package, not with code loaded from a repository."""
     try:
-        from d3d_hf.async_drafting import AsyncCandidateGenerator, AutoCandidateGenerator
+        from d3d_hf.decoding import AsyncCandidateGenerator, AutoCandidateGenerator
     except ImportError:
         if drafting_mode == "async":
             logger.warning(

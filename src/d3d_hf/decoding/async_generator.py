@@ -6,9 +6,9 @@ import weakref
 
 import torch
 
-from ..candidate_generator import D3DCandidateGenerator
-from ..drafting_session import Draft
-from ..fallbacks import execution_device
+from ..model.candidate_generator import D3DCandidateGenerator
+from ..model.drafting_session import Draft
+from ..model.fallbacks import execution_device
 from .packed_drafts import PackedSession, guesses_without
 from .planner import Calibration
 from .worker import CpuThreadShare, ThreadWorker

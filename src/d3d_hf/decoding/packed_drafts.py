@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..drafting_session import MAX_CONTEXT_PER_PASS, Draft, DraftingSession
-from ..packing import lay_out
-from ..verification import fit_vocabulary
+from ..model.drafting_session import MAX_CONTEXT_PER_PASS, Draft, DraftingSession
+from ..model.packing import lay_out
+from ..model.verification import fit_vocabulary
 from .planner import Branch, plan_branches
 
 

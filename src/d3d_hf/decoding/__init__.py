@@ -1,7 +1,7 @@
 """Asynchronous packed drafting: the next block is drafted for every verdict while the target verifies this one."""
 
+from .async_generator import AsyncCandidateGenerator
 from .auto import AutoCandidateGenerator
-from .generator import AsyncCandidateGenerator
 from .mode_selector import ModeSelector
 from .packed_drafts import PackedDrafts, PackedSession
 from .planner import Branch, Calibration, plan_branches

@@ -4,8 +4,8 @@ import time
 
 import torch
 
-from ..drafting_session import Draft
-from .generator import AsyncCandidateGenerator
+from ..model.drafting_session import Draft
+from .async_generator import AsyncCandidateGenerator
 from .mode_selector import ModeSelector
 
 
