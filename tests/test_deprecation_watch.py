@@ -10,7 +10,7 @@ from d3d_hf.testing import tiny_config
 
 
 PACKAGE = os.path.dirname(d3d_hf.__file__)
-OURS, HOOK = os.path.join(PACKAGE, "modeling_d3d.py"), os.path.join(PACKAGE, "generation_hook.py")
+OURS, HOOK = os.path.join(PACKAGE, "model", "modeling_d3d.py"), os.path.join(PACKAGE, "model", "generation_hook.py")
 
 
 @deprecate_kwarg("old", version="99.0.0", new_name="new")

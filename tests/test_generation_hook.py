@@ -13,7 +13,8 @@ import torch
 from transformers import GenerationConfig, GenerationMixin
 
 import d3d_hf
-from d3d_hf import D3DDrafterForCausalLM, generation_hook, modeling_d3d
+from d3d_hf import D3DDrafterForCausalLM
+from d3d_hf.model import generation_hook, modeling_d3d
 from d3d_hf.model.candidate_generator import D3DCandidateGenerator, generate_as_assistant
 from d3d_hf.testing import (
     ForwardCounter,
