@@ -19,8 +19,8 @@ from transformers import DynamicCache
 
 import d3d_hf
 from d3d_hf import D3DDrafterForCausalLM, embedded
-from d3d_hf.compiled import GrowingStaticCache
 from d3d_hf.model.backbones import cache_argument
+from d3d_hf.model.storage import GrowingCache
 from d3d_hf.testing import ForwardCounter
 from d3d_hf.training.provenance import provenance
 
@@ -70,7 +70,7 @@ def time_forward(targets: dict, context: int, num_tokens: int, repeats: int) -> 
     ids = torch.randint(100, 40000, (1, context + num_tokens), generator=generator)
     caches, wall, cpu = {}, {side: [] for side in SIDES}, {side: [] for side in SIDES}
     for side, target in targets.items():
-        cache = DynamicCache() if side == "eager" else GrowingStaticCache(target.config.num_hidden_layers)
+        cache = DynamicCache() if side == "eager" else GrowingCache(target.config.num_hidden_layers)
         caches[side] = {cache_argument(target): cache, "use_cache": True}
         target(input_ids=ids[:, :context], logits_to_keep=1, **caches[side])
     for repeat in range(repeats + 2):

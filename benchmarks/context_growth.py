@@ -20,9 +20,9 @@ from transformers import DynamicCache
 
 import d3d_hf
 from d3d_hf import D3DDrafterForCausalLM, embedded
-from d3d_hf.compiled import GrowingStaticCache
 from d3d_hf.model.backbones import cache_argument
 from d3d_hf.model.drafting_session import DraftingSession
+from d3d_hf.model.storage import GrowingCache
 from d3d_hf.model.token_chooser import TokenChooser
 from d3d_hf.training.provenance import provenance
 
@@ -68,7 +68,7 @@ class Verification:
     def __init__(self, target, side: str):
         self._target, self._argument = target, cache_argument(target)
         num_layers = target.config.num_hidden_layers
-        self._cache = DynamicCache() if side == "eager" else GrowingStaticCache(num_layers)
+        self._cache = DynamicCache() if side == "eager" else GrowingCache(num_layers)
 
     @torch.no_grad()
     def grow(self, text: torch.LongTensor):

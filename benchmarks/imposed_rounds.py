@@ -83,7 +83,7 @@ def random_drafter(config, block_size: int, mode: str = "sync") -> D3DDrafterFor
 
 def impose(profile: Sequence[float], target, drafter) -> EvenlyImposedAcceptance:
     """Imposes one profile on both, in the place of one imposed before."""
-    for model, method in ((target, "forward"), (drafter, "make_candidate_generator")):
+    for model, method in ((target, "forward"), (drafter, "make_drafts")):
         model.__dict__.pop(method, None)
     imposed = EvenlyImposedAcceptance(profile, target.config.vocab_size)
     imposed.impose_on_target(target)

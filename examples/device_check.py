@@ -557,7 +557,7 @@ def imposed(acceptance: ImposedAcceptance, target, drafter):
     try:
         yield
     finally:
-        del target.forward, drafter.make_candidate_generator
+        del target.forward, drafter.make_drafts
 
 
 def _relative(ours: torch.Tensor, expected: torch.Tensor) -> float:

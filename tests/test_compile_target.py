@@ -11,10 +11,10 @@ from torch import nn
 from transformers import DynamicCache
 
 import d3d_hf
-from d3d_hf.compiled import GrowingStaticCache
 from d3d_hf.compiled import layer_graph as layer_graph_module
 from d3d_hf.compiled.layer_graph import LayerGraph
 from d3d_hf.model.backbones import cache_argument
+from d3d_hf.model.storage import GrowingCache
 from d3d_hf.testing import ForwardCounter, acceptance_profile_drafter, oracle_drafter, tiny_model
 from lossless import prompt_of
 
@@ -84,7 +84,7 @@ def test_logits(shared, num_tokens, num_padding):
     mask = torch.ones(1, 9 + num_tokens, dtype=torch.long)
     mask[:, :num_padding] = 0
     key, logits = cache_argument(twin), []
-    for one, cache in ((model, GrowingStaticCache(2)), (twin, DynamicCache())):
+    for one, cache in ((model, GrowingCache(2)), (twin, DynamicCache())):
         one(input_ids=prompt, attention_mask=mask[:, :9], use_cache=True, **{key: cache})
         for _ in range(2):
             outputs = one(input_ids=more, attention_mask=mask, use_cache=True, **{key: cache})
@@ -300,7 +300,7 @@ def test_only_targets():
 def test_growing_cache_is_a_dynamic_one():
     """Updates and crops of all sizes, across two growths."""
     torch.manual_seed(0)
-    growing, dynamic = GrowingStaticCache(1, max_length=300), DynamicCache()
+    growing, dynamic = GrowingCache(1, max_length=300), DynamicCache()
     for num_new, num_removed in ((200, 0), (5, 3), (90, 20), (1, 1), (300, 40), (9, 9)):
         keys, values = torch.randn(2, 1, 2, num_new, 4)
         expected = dynamic.update(keys, values, 0)
@@ -315,7 +315,7 @@ def test_growing_cache_is_a_dynamic_one():
 
 
 def test_a_static_pass_shows_the_whole_storage():
-    cache = GrowingStaticCache(1)
+    cache = GrowingCache(1)
     cache.update(torch.ones(1, 2, 250, 4), torch.ones(1, 2, 250, 4), 0)
     capacity = cache.capacity
     cache.begin_static_pass(capacity - 250 + 1)
@@ -367,9 +367,9 @@ def test_adapters_switch():
 
 @pytest.mark.slow
 def test_text_outgrows_its_storage(monkeypatch):
-    monkeypatch.setattr("d3d_hf.compiled.static_cache.MIN_CAPACITY", 16)
-    monkeypatch.setattr("d3d_hf.compiled.static_cache._FIRST_ROOM", 4)
-    monkeypatch.setattr("d3d_hf.compiled.static_cache._SLACK", 0)
+    monkeypatch.setattr("d3d_hf.model.storage.MIN_CAPACITY", 16)
+    monkeypatch.setattr("d3d_hf.model.storage._FIRST_ROOM", 4)
+    monkeypatch.setattr("d3d_hf.model.storage._SLACK", 0)
     model = d3d_hf.compile_target(tiny_model(), draft_lengths=DRAFT_LENGTHS)
     assert_same_text(model, tiny_model(), max_new_tokens=40)
     assert {capacity for *_, capacity in model._compiled_target._graphs} == {16, 32, 64}

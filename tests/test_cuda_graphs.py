@@ -18,11 +18,11 @@ from d3d_hf.compiled import graphed
 from d3d_hf.compiled import target as target_module
 from d3d_hf.compiled.drafter import compiled_drafter, pass_buckets
 from d3d_hf.compiled.graphed import GraphedDrafter, GraphedTarget, static_masks
-from d3d_hf.compiled.pooled_cache import PooledStaticCache, StoragePool
-from d3d_hf.compiled.static_cache import GrowingStaticCache
+from d3d_hf.compiled.pooled_cache import PooledCache, StoragePool
 from d3d_hf.decoding import AsyncCandidateGenerator, InlineWorker
 from d3d_hf.model.drafting_session import DraftingSession
 from d3d_hf.model.packing import attention_masks, lay_out
+from d3d_hf.model.storage import GrowingCache
 from d3d_hf.model.token_chooser import TokenChooser
 from d3d_hf.testing import ForwardCounter, tiny_config, tiny_model
 from lossless import generate, prompt_of
@@ -209,7 +209,7 @@ def test_a_forward_that_fails_while_a_graph_is_made_leaves_the_cache_as_it_was(g
     target = target_of()
     reference = generate(target, prompt_of())
     compile_target(target)
-    update, num_updates = graphed.PooledStaticCache.update, 0
+    update, num_updates = graphed.PooledCache.update, 0
 
     def failing(self, key_states, *args, **kwargs):
         nonlocal num_updates
@@ -218,7 +218,7 @@ def test_a_forward_that_fails_while_a_graph_is_made_leaves_the_cache_as_it_was(g
             raise MemoryError("out of memory")
         return update(self, key_states, *args, **kwargs)
 
-    monkeypatch.setattr(graphed.PooledStaticCache, "update", failing)
+    monkeypatch.setattr(graphed.PooledCache, "update", failing)
     assert torch.equal(generate(target, prompt_of()), reference)
     assert target.__dict__["_compiled_target"].reason is not None and graphs.num_replays == 0
 
@@ -327,9 +327,9 @@ def test_target_warms_up_and_keeps_what_it_returns(graphs):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
     # the cache that came back is the caller's: another generation has other storage, a copy too
-    (cache,) = [value for value in output.values() if isinstance(value, GrowingStaticCache)]
+    (cache,) = [value for value in output.values() if isinstance(value, GrowingCache)]
     held, copied = cache.layers[0].keys.clone(), copy.deepcopy(cache)
-    assert type(copied) is GrowingStaticCache
+    assert type(copied) is GrowingCache
     target.generate(prompt_of(seed=3), max_new_tokens=20, do_sample=False)
     assert torch.equal(cache.layers[0].keys, held)
     assert torch.equal(copied.layers[0].keys, held) and copied.get_seq_length() == cache.get_seq_length()
@@ -355,7 +355,7 @@ def test_storage_goes_back_however_a_cache_ends():
     backend = FakeGraphs()
     pool = StoragePool(2, backend)
     states = torch.ones(1, 2, 5, 8)
-    cache = PooledStaticCache(pool)
+    cache = PooledCache(pool)
     for layer in cache.layers:
         layer.update(states, states)
     storage = cache.storage
@@ -365,7 +365,7 @@ def test_storage_goes_back_however_a_cache_ends():
     del cache, layer
     gc.collect()
     assert sorted(pool._idle) == [512, 2048]
-    again = PooledStaticCache(pool)
+    again = PooledCache(pool)
     again.layers[0].update(states, states)
     assert again.storage is storage and not again.layers[0].keys[:, :, 5:].any(), "it is lent as zeros"
     again.release()

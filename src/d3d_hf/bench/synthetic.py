@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..cost_model.acceptance import check_probabilities, first_slots
+from ..decoding import make_drafts
 from ..model.backbones import cache_argument
-from ..model.drafting_session import Draft
 
 
 # Above every logit of any model here, and a number in float16.
@@ -85,30 +85,33 @@ class ImposedAcceptance:
         target.forward = imposed
 
     def impose_on_drafter(self, drafter):
-        """Makes a drafter's candidate generators hand over these draft tokens in the place of their own."""
-        make = drafter.make_candidate_generator
+        """Makes a drafter hand over these draft tokens in the place of its own."""
 
-        @functools.wraps(make)
-        def make_imposed(*args, **kwargs):
-            generator = make(*args, **kwargs)
-            generator.__class__ = _imposed_class(type(generator))
-            generator.imposed = self
-            return generator
+        def make_imposed(call):
+            # Found on the class: the drafter itself would lead back here.
+            del drafter.make_drafts
+            try:
+                drafts = make_drafts(call)
+            finally:
+                drafter.make_drafts = make_imposed
+            drafts.__class__ = _imposed_class(type(drafts))
+            drafts.imposed = self
+            return drafts
 
-        drafter.make_candidate_generator = make_imposed
+        drafter.make_drafts = make_imposed
 
 
 class _ImposedDrafts:
-    """Goes before a candidate generator's class."""
+    """Goes before the class of a call's drafts."""
 
-    def _draft_from(self, context: torch.LongTensor, num_tokens: int) -> Draft | None:
-        draft = super()._draft_from(context, num_tokens)
-        return None if draft is None else Draft(self.imposed.draft(context.shape[0], len(draft)))
+    def _draft(self, text: torch.LongTensor, num_tokens: int) -> torch.LongTensor | None:
+        tokens = super()._draft(text, num_tokens)
+        return None if tokens is None else self.imposed.draft(text.shape[0], len(tokens))
 
 
 @functools.cache
-def _imposed_class(generator_class: type) -> type:
-    return type(f"Imposed{generator_class.__name__}", (_ImposedDrafts, generator_class), {})
+def _imposed_class(drafts_class: type) -> type:
+    return type(f"Imposed{drafts_class.__name__}", (_ImposedDrafts, drafts_class), {})
 
 
 __all__ = ["ImposedAcceptance"]

@@ -13,13 +13,12 @@ import weakref
 import torch
 from transformers import GenerationConfig
 
-from ..model.backbones import max_draft_positions
+from ..model.backbones import execution_device, max_draft_positions
 from ..model.drafting_options import DraftingOptions
-from ..model.fallbacks import execution_device
 from ..model.packing import PackedLayout, attention_masks, lay_out
+from ..model.storage import GrowingCache, capacity_for, first_capacity
 from .graph_backend import graphs_for
 from .graphed import GraphedDrafter, GraphedDraftingCache
-from .static_cache import GrowingStaticCache, capacity_for, first_capacity
 from .target import CompiledPasses
 
 
@@ -172,8 +171,7 @@ class CompiledDrafter(CompiledPasses):
             cache = DraftingCache(self, is_warming=True)
             ids = torch.zeros(1, bucket, dtype=torch.long, device=device)
             drafter.packed_forward(ids[:, :1], lay_out(1, device=device), cache=cache, logits_to_keep=1)
-            for layer in cache.layers:
-                layer.reserve(capacity)
+            cache.reserve(capacity)
             if cache.capacity > capacity:
                 continue  # storage is never so small
             drafter.packed_forward(ids, lay_out(bucket, num_cached=1, device=device), cache=cache, logits_to_keep=1)
@@ -181,7 +179,7 @@ class CompiledDrafter(CompiledPasses):
                 self.ready.add((bucket, capacity))
 
 
-class DraftingCache(GrowingStaticCache):
+class DraftingCache(GrowingCache):
     """
     The KV storage of one session; `packed_forward` asks it to run the pass.
 

@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 
 from ..kernels.visibility import BRANCH, NO_WINDOW, NUM_CACHED, NUM_ROWS, WINDOW, dense_visibility, visibility_of
 from ..model.backbones import refuse_unpackable
-from ..model.packing import PADDING, PackedLayout, lay_out, layer_windows
+from ..model.packing import PADDING, PackedLayout, additive, lay_out, layer_windows
+from ..model.storage import MIN_CAPACITY, capacity_for, first_capacity
 from .graph_backend import CudaGraphs
 from .layer_graph import NotServedError
-from .pooled_cache import PooledStaticCache, StoragePool
-from .static_cache import MIN_CAPACITY, capacity_for, first_capacity
+from .pooled_cache import PooledCache, StoragePool
 from .static_passes import StaticPasses, layers_of, serves
 
 
@@ -85,7 +85,7 @@ class GraphedPasses(StaticPasses):
         super()._drop()
         self.pool = StoragePool(0, self.backend)
 
-    def _is_served(self, cache: PooledStaticCache) -> bool:
+    def _is_served(self, cache: PooledCache) -> bool:
         return (
             self.reason is None
             and cache.pool is self.pool
@@ -95,10 +95,10 @@ class GraphedPasses(StaticPasses):
             and not self.backend.is_autocast()
         )
 
-    def _has_room(self, cache: PooledStaticCache, bucket: int) -> bool:
+    def _has_room(self, cache: PooledCache, bucket: int) -> bool:
         return cache.get_seq_length() + bucket <= cache.capacity
 
-    def _capture(self, model: PreTrainedModel, cache: PooledStaticCache, bucket: int, run, own):
+    def _capture(self, model: PreTrainedModel, cache: PooledCache, bucket: int, run, own):
         """
         Makes the graph of `run(integers)` over a cache's storage, unless it is there, and compares it with `own(ids,
         layout)`, the model's own forward over the same cache. What they write lies behind the text.
@@ -119,7 +119,7 @@ class GraphedPasses(StaticPasses):
             self._refuse(model, f"a pass was not captured ({type(error).__name__}: {reason})")
 
     @torch.no_grad()
-    def _captured(self, cache: PooledStaticCache, bucket: int, run, own) -> StaticPass:
+    def _captured(self, cache: PooledCache, bucket: int, run, own) -> StaticPass:
         length = cache.get_seq_length()
         ids = torch.arange(bucket)[None] % self._num_embeddings
         layout = self._example(bucket, length)
@@ -129,19 +129,16 @@ class GraphedPasses(StaticPasses):
             def function():
                 # Where keys and values go is read on the device: the next round's places are others.
                 places = integers[0, 0, NUM_CACHED, :1].long() + torch.arange(bucket, device=integers.device)
-                for layer in cache.layers:
-                    layer.positions = places
+                cache.show_whole(places)
                 try:
                     return run(integers)
                 finally:
-                    for layer in cache.layers:
-                        layer.positions = None
+                    cache.show_whole(None)
 
             try:
                 expected = own(ids.to(integers.device), layout.to(integers.device)).float()
             finally:
-                for layer in cache.layers:
-                    layer.length = length
+                cache.keep(length, [])  # however far through the layers it came
             replay = self.backend.capture(function, [integers, *cache.storage.tensors], cache.storage.workspace)
             output = replay().float()
         norm = expected.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
@@ -159,7 +156,7 @@ class GraphedPasses(StaticPasses):
         raise NotImplementedError
 
     def _replay(
-        self, cache: PooledStaticCache, values: torch.IntTensor, num_tokens: int, on_device: dict[int, torch.Tensor]
+        self, cache: PooledCache, values: torch.IntTensor, num_tokens: int, on_device: dict[int, torch.Tensor]
     ) -> torch.Tensor:
         """
         One round: the output's rows that are tokens, in memory of their own.
@@ -218,8 +215,7 @@ def static_masks(integers: torch.IntTensor, config, capacity: int, dtype: torch.
             # A row that sees nothing gives NaN, which would spread through keys and values.
             seen[..., 0] |= is_padding
             if config._attn_implementation == "eager":
-                hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=seen.device)
-                seen = torch.where(seen, hidden.new_zeros(()), hidden)
+                seen = additive(seen, dtype)
         masks[layer_type] = seen
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
@@ -231,13 +227,13 @@ class GraphedTarget(GraphedPasses):
     Graphs are captured by the forward that first needs them.
     """
 
-    def make_cache(self, max_length: int | None = None) -> PooledStaticCache:
-        return PooledStaticCache(self.pool, max_length)
+    def make_cache(self, max_length: int | None = None) -> PooledCache:
+        return PooledCache(self.pool, max_length)
 
     def forward(self, model: PreTrainedModel, kwargs: dict):
         """The model's outputs, or `None` where its own forward must run."""
         cache = kwargs.get(self.cache_argument)
-        if not isinstance(cache, PooledStaticCache):
+        if not isinstance(cache, PooledCache):
             return None
         cache.touch()
         if not serves(self, model, kwargs, cache) or not self._is_served(cache) or _has_padding(kwargs):
@@ -264,7 +260,7 @@ class GraphedTarget(GraphedPasses):
     def _extra(self, layout: PackedLayout) -> torch.Tensor:
         return layout.position_ids  # of RoPE; visibility goes by place
 
-    def _make(self, model: PreTrainedModel, cache: PooledStaticCache, bucket: int):
+    def _make(self, model: PreTrainedModel, cache: PooledCache, bucket: int):
         plain_forward = type(model)._plain_class.forward
 
         def run(integers):
@@ -334,7 +330,7 @@ class GraphedDrafter(GraphedPasses):
     def make_cache(self, compiles: bool = True) -> "GraphedDraftingCache":
         return GraphedDraftingCache(self)
 
-    def make(self, drafter, cache: PooledStaticCache, bucket: int):
+    def make(self, drafter, cache: PooledCache, bucket: int):
         """Captures a pass over a cache's storage, unless it is there."""
         backbone = drafter._backbone
 
@@ -355,7 +351,7 @@ class GraphedDrafter(GraphedPasses):
 
         self._capture(backbone, cache, bucket, run, own)
 
-    def run(self, cache: PooledStaticCache, input_ids: torch.Tensor, layout: PackedLayout) -> torch.Tensor | None:
+    def run(self, cache: PooledCache, input_ids: torch.Tensor, layout: PackedLayout) -> torch.Tensor | None:
         """The last hidden states of a pass, of shape `(1, tokens, hidden)`, or `None` where it must run eagerly."""
         num_tokens = input_ids.shape[1]
         bucket = self._bucket_for(num_tokens)
@@ -394,7 +390,7 @@ class GraphedDrafter(GraphedPasses):
             cache.release()
 
 
-class GraphedDraftingCache(PooledStaticCache):
+class GraphedDraftingCache(PooledCache):
     """
     The KV storage of one session; `packed_forward` asks it to run the pass. Ids and layouts are wanted on the CPU: all
     of them together are one copy.

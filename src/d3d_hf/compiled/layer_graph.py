@@ -16,9 +16,9 @@ from torch import nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ..model.storage import GrowingCache
 from .grouped_attention import grouping
 from .packed_weights import lower_packed_linear, packed_linear, recorded_as_packed
-from .static_cache import GrowingStaticCache
 
 
 # Given with the call, never through Inductor's global config. The C++ wrapper makes the graph one call that releases
@@ -53,7 +53,7 @@ class LayerGraph:
 
     Args:
         layer (`nn.Module`): One of those that it is to serve. Not changed and not kept.
-        args, kwargs: Of a call of the layer during a static pass, a [`GrowingStaticCache`] among them.
+        args, kwargs: Of a call of the layer during a static pass, a [`GrowingCache`] among them.
         index (`int`): The layer's place in the cache.
 
     Raises:
@@ -167,9 +167,9 @@ def _tensors_of(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*layer.named_parameters(), *layer.named_buffers()]
 
 
-def _cache_in(args: tuple, kwargs: dict) -> GrowingStaticCache:
+def _cache_in(args: tuple, kwargs: dict) -> GrowingCache:
     for value in (*kwargs.values(), *args):
-        if isinstance(value, GrowingStaticCache):
+        if isinstance(value, GrowingCache):
             return value
     raise NotServedError("its layers do not take the KV cache")
 
@@ -190,7 +190,7 @@ def _with_tensors(value, tensors, cache: _OneLayerCache):
     """The same structure with other tensors, in the order of `_tensor_paths`, and another cache."""
     if isinstance(value, torch.Tensor):
         return next(tensors)
-    if isinstance(value, GrowingStaticCache):
+    if isinstance(value, GrowingCache):
         return cache
     if isinstance(value, (tuple, list)):
         return type(value)([_with_tensors(item, tensors, cache) for item in value])

@@ -8,9 +8,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..model.backbones import cache_argument, decoder_layers
+from ..model.storage import GrowingCache
 from .layer_graph import NotServedError, signature_of
 from .packed_weights import version_of
-from .static_cache import GrowingStaticCache
 
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
         raise NotServedError("its decoder layers do not stand in one list, each on its own") from None
 
 
-def serves(passes: StaticPasses, model: PreTrainedModel, kwargs: dict, cache: GrowingStaticCache) -> bool:
+def serves(passes: StaticPasses, model: PreTrainedModel, kwargs: dict, cache: GrowingCache) -> bool:
     """Whether a call of a target's forward is one that a static pass can take over."""
     ids, mask, to_keep = kwargs.get("input_ids"), kwargs.get("attention_mask"), kwargs.get("logits_to_keep", 0)
     asked = ("output_attentions", "output_hidden_states")

@@ -1,6 +1,6 @@
 """The target's forward over few tokens, compiled: what plain decoding and verification consist of.
 
-`compile_target` gives a model a subclass of its own class. Its `generate` makes a [`GrowingStaticCache`] where it
+`compile_target` gives a model a subclass of its own class. Its `generate` makes a [`GrowingCache`] where it
 would make a dynamic one; prefill runs eagerly over it, and every forward after that, of one token or of a draft, is
 padded to a bucket and run as a static pass: the model's own code around its layers (embedding, masks, RoPE, norm,
 head), and for each layer a call of one compiled graph. The first pass of a graph through each layer runs the layer's
@@ -18,11 +18,12 @@ from torch import nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
 from ..model.backbones import cache_argument
+from ..model.generation_hook import is_drafter
+from ..model.storage import MIN_CAPACITY, GrowingCache, capacity_for
 from .graph_backend import graphs_for
 from .graphed import GraphedTarget
 from .layer_graph import LayerGraph, NotServedError, has_hooks, signature_of
 from .packed_weights import PackedWeights, can_pack, packed_linear
-from .static_cache import MIN_CAPACITY, GrowingStaticCache, capacity_for
 from .static_passes import StaticPasses, layers_of, serves
 
 
@@ -69,7 +70,7 @@ def compile_target(
         raise ValueError(f"{type(model).__name__} wraps a model: compile the model inside, model.get_base_model().")
     if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
         raise ValueError(f"{type(model).__name__} is no model of transformers that generates: pass one.")
-    if hasattr(model, "make_candidate_generator"):
+    if is_drafter(model):
         raise ValueError(f"{type(model).__name__} is a drafter: pass the target that it drafts for.")
     lengths = sorted(set(draft_lengths))
     if not lengths or not all(isinstance(length, int) and length > 0 for length in lengths):
@@ -178,7 +179,7 @@ class CompiledPasses(StaticPasses):
         for layer in self._layers:
             layer.forget_weights()
 
-    def _run_static(self, model: PreTrainedModel, cache: GrowingStaticCache, bucket: int, num_tokens: int, run):
+    def _run_static(self, model: PreTrainedModel, cache: GrowingCache, bucket: int, num_tokens: int, run):
         """What `run()` returns, a pass of `bucket` tokens of which `num_tokens` are kept; `None` if it is refused."""
         num_kept = 0
         cache.begin_static_pass(bucket)
@@ -208,13 +209,13 @@ class CompiledPasses(StaticPasses):
 class CompiledTarget(CompiledPasses):
     """What is compiled and packed for one target."""
 
-    def make_cache(self, max_length: int | None = None) -> GrowingStaticCache:
-        return GrowingStaticCache(self.num_layers, max_length)
+    def make_cache(self, max_length: int | None = None) -> GrowingCache:
+        return GrowingCache(self.num_layers, max_length)
 
     def forward(self, model: PreTrainedModel, kwargs: dict):
         """The model's outputs, or `None` where its own forward must run."""
         cache = kwargs.get(self.cache_argument)
-        if not isinstance(cache, GrowingStaticCache) or not serves(self, model, kwargs, cache):
+        if not isinstance(cache, GrowingCache) or not serves(self, model, kwargs, cache):
             return None
         num_tokens = kwargs["input_ids"].shape[1]
         bucket = self._bucket_for(num_tokens)
@@ -240,11 +241,10 @@ class CompiledTarget(CompiledPasses):
         model.eval()
         try:
             while self.reason is None and capacity <= capacity_for(max_context + self._buckets[-1]):
-                cache = GrowingStaticCache(self.num_layers, max_length=1)
+                cache = GrowingCache(self.num_layers, max_length=1)
                 keywords = {self.cache_argument: cache, "use_cache": True, "return_dict": True}
                 model(input_ids=ids, **keywords)
-                for layer in cache.layers:
-                    layer.reserve(capacity)
+                cache.reserve(capacity)
                 for bucket in self._buckets:
                     model(input_ids=ids.expand(1, bucket), **keywords)
                     cache.crop(-bucket)
@@ -267,7 +267,7 @@ class _CompiledLayer(nn.Module):
 
     def forward(self, *args, **kwargs):
         hidden_states = args[0] if args else kwargs["hidden_states"]
-        cache = next(value for value in (*kwargs.values(), *args) if isinstance(value, GrowingStaticCache))
+        cache = next(value for value in (*kwargs.values(), *args) if isinstance(value, GrowingCache))
         key = (hidden_states.shape[1], cache.capacity)
         known = self._weights.get(key)
         if known is not None:
@@ -275,7 +275,7 @@ class _CompiledLayer(nn.Module):
             return graph(weights, args, kwargs, self._index)
         return self._first_call(key, cache, args, kwargs)
 
-    def _first_call(self, key: tuple, cache: GrowingStaticCache, args: tuple, kwargs: dict):
+    def _first_call(self, key: tuple, cache: GrowingCache, args: tuple, kwargs: dict):
         """Compares the graph with the layer's own forward, whose result is returned."""
         graph = self._state.graph_for(self.layer, self._group, args, kwargs, self._index, key)
         weights = graph.weights_of(self.layer, self._state._packed)

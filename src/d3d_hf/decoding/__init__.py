@@ -1,22 +1,6 @@
-"""Asynchronous packed drafting: the next block is drafted for every verdict while the target verifies this one."""
+"""What happens in `generate(..., assistant_model=drafter)`: draft, target pass, walk, commit. See loop.py."""
 
-from .async_generator import AsyncCandidateGenerator
-from .auto import AutoCandidateGenerator
-from .mode_selector import ModeSelector
-from .packed_drafts import PackedDrafts, PackedSession
-from .planner import Branch, Calibration, plan_branches
-from .worker import InlineWorker, ThreadWorker
+from .loop import LoopDoor, decode, make_drafts
 
 
-__all__ = [
-    "AsyncCandidateGenerator",
-    "AutoCandidateGenerator",
-    "Branch",
-    "Calibration",
-    "InlineWorker",
-    "ModeSelector",
-    "PackedDrafts",
-    "PackedSession",
-    "ThreadWorker",
-    "plan_branches",
-]
+__all__ = ["LoopDoor", "decode", "make_drafts"]

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..model.drafting_session import MAX_CONTEXT_PER_PASS, Draft, DraftingSession
+from ..model.drafting_session import MAX_CONTEXT_PER_PASS, DraftingSession
 from ..model.packing import lay_out
-from ..model.verification import fit_vocabulary
 from .planner import Branch, plan_branches
 
 
@@ -137,16 +136,16 @@ class PackedSession(DraftingSession):
         logits = self._drafter.packed_forward(
             self._embeddable(context)[None], layout, cache=self._cache, logits_to_keep=num_rows
         ).logits[0]
-        config = self._drafter.config
-        never = () if config.mask_token_id is None else (config.mask_token_id,)
-        return fit_vocabulary(logits, config.vocab_size, never)
+        return self._draftable(logits)
 
     @torch.no_grad()
     def logits_of(self, drafts: PackedDrafts, branch: int) -> torch.Tensor:
         """The logits of one branch's slots, shape `(block_size, embedding_rows)`; on the caller's thread."""
         return self._drafter.project(drafts.hidden_states[branch], getattr(self._cache, "backbone", None))
 
-    def draft_of(self, drafts: PackedDrafts, branch: int, bonus: int, num_tokens: int, logits: torch.Tensor) -> Draft:
+    def draft_of(
+        self, drafts: PackedDrafts, branch: int, bonus: int, num_tokens: int, logits: torch.Tensor
+    ) -> torch.LongTensor:
         """The draft of one branch, from its slots' logits and the bonus that turned up; on the caller's thread."""
         seen = drafts.branches[branch].guess is not None
         return self.choose(drafts.hidden_states[branch], logits, num_tokens, bonus=None if seen else bonus)

@@ -34,6 +34,21 @@ def cache_argument(model: nn.Module) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
+def cache_of(arguments: dict):
+    """The KV cache among a call's keyword arguments: `cache` since transformers 5.24, `past_key_values` before."""
+    cache = arguments.get("cache")
+    return arguments.get("past_key_values") if cache is None else cache
+
+
+def execution_device(model: nn.Module) -> torch.device:
+    """The device that the model's first layer runs on, also where accelerate keeps the weights elsewhere meanwhile."""
+    embedding = model.get_input_embeddings()
+    device = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
+    if device is None:
+        return embedding.weight.device
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """
     The decoder layers of a causal language model.
@@ -243,9 +258,11 @@ def check_packable(config: PreTrainedConfig):
 
 __all__ = [
     "cache_argument",
+    "cache_of",
     "check_packable",
     "config_with_layers",
     "decoder_layers",
+    "execution_device",
     "max_draft_positions",
     "refuse_unpackable",
     "resolve_kept_layers",

@@ -1,17 +1,16 @@
-"""A drafting session: the drafter's KV cache and drafts of one generation."""
+"""A drafting session: the drafter's KV cache and the chain drafts of one generation."""
 
 import contextlib
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import torch
-from transformers import DynamicCache
 
-from .backbones import max_draft_positions
-from .fallbacks import execution_device
+from . import extensions
+from .backbones import execution_device, max_draft_positions
 from .packing import lay_out
-from .token_chooser import TokenChooser
+from .storage import GrowingCache
 
 
 logger = logging.getLogger(__name__)
@@ -22,23 +21,21 @@ MAX_CONTEXT_PER_PASS = 1024
 CHAIN_CANDIDATES = 64
 
 
-@dataclass
-class Draft:
+def draftable(logits: torch.Tensor, vocab_size: int, never_drafted: Iterable[int] = ()) -> torch.Tensor:
     """
-    Attributes:
-        tokens (`torch.LongTensor` of shape `(length,)`): The draft, on the drafter's device; may be empty.
-        law (`torch.FloatTensor` of shape `(length, vocab_size)`, *optional*):
-            Float32 logits that each token was drawn from; `None` if they were not drawn but chosen.
+    Logits of the tokens that may be drafted.
+
+    Args:
+        logits (`torch.Tensor` of shape `(..., embedding_rows)`): A drafter's.
+        vocab_size (`int`): The target's; ids beyond are left out.
+        never_drafted (iterable of `int`): Ids that get -inf, the mask token's above all.
+
+    Returns:
+        `torch.Tensor` of shape `(..., at most vocab_size)`.
     """
-
-    tokens: torch.LongTensor
-    law: torch.Tensor | None = None
-
-    def __len__(self) -> int:
-        return self.tokens.shape[0]
-
-    def cut(self, length: int) -> "Draft":
-        return Draft(self.tokens[:length], None if self.law is None else self.law[:length])
+    logits = logits[..., :vocab_size]
+    never = [token for token in never_drafted if token < logits.shape[-1]]
+    return logits.index_fill(-1, torch.tensor(never, device=logits.device), float("-inf")) if never else logits
 
 
 class DraftingSession:
@@ -51,22 +48,17 @@ class DraftingSession:
 
     Args:
         drafter ([`D3DDrafterForCausalLM`]): The model; not modified.
-        chooser ([`TokenChooser`]): Turns logits into draft tokens.
+        vocab_size (`int`): The target's vocabulary size; no token beyond it is drafted.
         num_denoising_steps (`int`, *optional*, defaults to 1): Forwards that a draft is spread over.
         compile_drafter (`bool` or `"auto"`, *optional*, defaults to `False`): Whether passes run compiled.
     """
 
-    def __init__(
-        self,
-        drafter,
-        chooser: TokenChooser,
-        num_denoising_steps: int = 1,
-        compile_drafter: bool | str = False,
-    ):
-        self._drafter = drafter
+    def __init__(self, drafter, vocab_size: int, num_denoising_steps: int = 1, compile_drafter: bool | str = False):
+        self._drafter, self._vocab_size = drafter, vocab_size
         self._compile_drafter = compile_drafter
         self._cache, self._drafting_seconds = None, 0.0
-        self._chooser = chooser
+        mask = drafter.config.mask_token_id
+        self._never_drafted = () if mask is None else (mask,)
         self._num_steps = num_denoising_steps
         self._device = execution_device(drafter)
         self._num_embeddings = drafter.get_input_embeddings().weight.shape[0]
@@ -76,38 +68,20 @@ class DraftingSession:
 
     def close(self):
         """Frees the cache. Idempotent; a session that is used again starts with an empty one."""
-        self._count_eager()
+        if self._compile_drafter == "auto" and type(self._cache) is GrowingCache and self._drafting_seconds:
+            extensions.count_eager(self._drafter, self._drafting_seconds)
+        self._drafting_seconds = 0.0
         if hasattr(self._cache, "release"):
             self._cache.release()
         self._cache = None
         self._cached = torch.empty(0, dtype=torch.long, device="cpu")
 
     def _open(self):
-        """Makes the cache, if there is none: storage for compiled passes where they are wanted, else a dynamic one."""
+        """Makes the cache, if there is none: storage for compiled passes where they are wanted."""
+        if self._cache is None and self._compile_drafter and self._device.type in ("cpu", "cuda"):
+            self._cache = extensions.storage_for(self._drafter, self._compile_drafter)
         if self._cache is None:
-            self._cache = self._compiled_storage()
-        if self._cache is None:
-            # Without a config: with one, sliding layers would drop keys that positions still reach under our masks.
-            self._cache = DynamicCache()
-
-    def _compiled_storage(self):
-        if not self._compile_drafter or self._device.type not in ("cpu", "cuda"):
-            return None
-        try:
-            from d3d_hf.compiled.drafter import storage_for
-        except ImportError:  # it comes with the package, not with code loaded from a repository
-            return None
-        return storage_for(self._drafter, self._compile_drafter)
-
-    def _count_eager(self):
-        if self._compile_drafter == "auto" and isinstance(self._cache, DynamicCache) and self._drafting_seconds:
-            try:  # in this form: transformers asks for every other import of code that comes with a repository
-                from d3d_hf.compiled.drafter import count_eager
-
-                count_eager(self._drafter, self._drafting_seconds)
-            except ImportError:
-                pass
-        self._drafting_seconds = 0.0
+            self._cache = GrowingCache(self._drafter.config.num_hidden_layers)
 
     def prepare(self, num_packed: int | None = None):
         """
@@ -140,7 +114,7 @@ class DraftingSession:
         return self._cached.shape[0]
 
     @torch.no_grad()
-    def draft(self, context: torch.LongTensor, num_tokens: int) -> Draft:
+    def draft(self, context: torch.LongTensor, num_tokens: int) -> torch.LongTensor:
         """
         Drafts the tokens that follow a text.
 
@@ -149,10 +123,11 @@ class DraftingSession:
             num_tokens (`int`): Draft tokens wanted, at most `block_size`.
 
         Returns:
-            [`Draft`] of `num_tokens` tokens, or an empty one where the text outgrows the drafter's positions.
+            `torch.LongTensor` of shape `(num_tokens,)` on the drafter's device, or an empty one where the text
+            outgrows the drafter's positions.
         """
         if not self.has_room_for(context.shape[0] + self._drafter.config.block_size - 1):
-            return Draft(torch.empty(0, dtype=torch.long, device=self._device))
+            return torch.empty(0, dtype=torch.long, device=self._device)
         self._open()
         start = time.perf_counter()
         try:
@@ -176,7 +151,7 @@ class DraftingSession:
             )
         return False
 
-    def _draft(self, context: torch.LongTensor, num_tokens: int) -> Draft:
+    def _draft(self, context: torch.LongTensor, num_tokens: int) -> torch.LongTensor:
         block_size, num_context = self._drafter.config.block_size, context.shape[0]
         new_tokens = self._prefill_all_but(MAX_CONTEXT_PER_PASS, self._rewind_to(context).to(self._pass_device))
 
@@ -195,10 +170,9 @@ class DraftingSession:
             if num_drafted == num_tokens:
                 break
             # The next step shows what was drafted: left to right, so that each law is true given the tokens before.
-            fixed = [torch.empty_like(new_tokens[:0]), *(draft.tokens.to(new_tokens.device) for draft in drafts)]
+            fixed = [torch.empty_like(new_tokens[:0]), *(draft.to(new_tokens.device) for draft in drafts)]
             first_row = num_drafted - 1
-        laws = [draft.law for draft in drafts]
-        return Draft(torch.cat([draft.tokens for draft in drafts]), None if laws[0] is None else torch.cat(laws))
+        return torch.cat(drafts)
 
     def _pass(self, fixed, num_context, num_slots, num_visible, first_row, num_rows):
         """One packed pass over `fixed` = [context, visible tokens, ...] and mask slots; outputs of `num_rows` rows."""
@@ -226,7 +200,7 @@ class DraftingSession:
     @torch.no_grad()
     def choose(
         self, hidden_states: torch.Tensor, logits: torch.Tensor, num_tokens: int, bonus: int | None = None
-    ) -> Draft:
+    ) -> torch.LongTensor:
         """
         Chooses draft tokens from the outputs of consecutive places. With a chained head each mask slot's law is
         corrected by the tokens before it, left to right.
@@ -240,27 +214,33 @@ class DraftingSession:
         """
         head = self._drafter.chained_head
         if head is None:
-            return Draft(*self._chooser.choose(logits[:num_tokens]))
-        tokens, laws, state = [], [], None
+            return self._likeliest(logits[:num_tokens])
+        tokens, state = [], None
+        standing = self._likeliest(logits[:1]) if bonus is None else torch.tensor([bonus], device=logits.device)
         if bonus is None:
-            standing, law = self._chooser.choose(logits[:1])
-            tokens, laws = [standing], [law]
-        else:
-            standing = torch.tensor([bonus], device=logits.device)
+            tokens.append(standing)
         embed = self._drafter.get_input_embeddings()
         slots = slice(len(tokens), num_tokens)
-        hidden_states, logits = hidden_states[slots], logits[slots, : self._drafter.config.vocab_size]
+        hidden_states, logits = hidden_states[slots], self._draftable(logits[slots])
         parts, shortlist = head.hidden_part(hidden_states), self._drafter.shortlist(logits, CHAIN_CANDIDATES)
         for slot in range(hidden_states.shape[0]):
             correction, state = head.step(parts[slot], embed(self._embeddable(standing))[0], state)
             if shortlist is None:
-                standing, law = self._chooser.choose(self._drafter.project((hidden_states[slot] + correction)[None]))
+                standing = self._likeliest(self._drafter.project((hidden_states[slot] + correction)[None]))
             else:
                 candidates, values, rows = (part[slot] for part in shortlist)
-                standing, law = self._chooser.choose_among(candidates, values + rows @ correction)
+                standing = candidates[(values.float() + (rows @ correction).float()).argmax()][None]
             tokens.append(standing)
-            laws.append(law)
-        return Draft(torch.cat(tokens), None if laws[0] is None else torch.cat(laws))
+        return torch.cat(tokens)
+
+    def _draftable(self, logits: torch.Tensor) -> torch.Tensor:
+        return draftable(logits, self._vocab_size, self._never_drafted)
+
+    def _likeliest(self, logits: torch.Tensor) -> torch.LongTensor:
+        """The likeliest token of each row of shape `(rows, embedding_rows)`."""
+        if logits.is_cuda and extensions.choose_tokens is not None:  # one reading instead of a copy
+            return extensions.choose_tokens(logits, self._vocab_size, self._never_drafted).tokens
+        return self._draftable(logits).argmax(dim=-1)
 
     def _prefill_all_but(self, most: int, tokens: torch.LongTensor) -> torch.LongTensor:
         """Feeds a long text piece by piece and returns what is left of it, at most `most` tokens."""
@@ -287,4 +267,4 @@ class DraftingSession:
         return context[num_shared:]
 
 
-__all__ = ["MAX_CONTEXT_PER_PASS", "Draft", "DraftingSession"]
+__all__ = ["MAX_CONTEXT_PER_PASS", "DraftingSession", "draftable"]

@@ -1,151 +1,262 @@
-"""The hook into transformers' generate: dispatches to a drafter's own candidate generator and ends what it began.
+"""The seam to transformers' generate: a call with a drafter goes through one of two doors, or runs plain.
 
-`generate` has no registry for candidate generators and no callback at its end, so two private methods of
-`GenerationMixin` are wrapped once. The dispatch looks for a method that the assistant carries, never for its class,
-so that a copy of the drafter's code loaded from a repository works as well; every other assistant goes through
-untouched. Where a release no longer has these methods as known, nothing is wrapped and one warning says so: the
-drafter then serves transformers' stock assistant protocol.
+`generate` has no registry for ways of decoding, so the private method that it calls for every assistant is wrapped
+once. A drafter is known by its `packed_forward`, never by its class, so that a copy of this code that was loaded from
+a repository works as well; every other assistant goes through untouched. The doors are
+
+1. the package's own loop (decoding/loop.py), the rule, and
+2. a candidate generator inside transformers' own assisted loop (candidate_generator.py), for targets that the loop
+   does not take, and for code that came with a repository, without the package.
+
+The seam fails soft. If a door raises before the first new token, and not because of what the caller asked for, a
+release of transformers has changed what the door relies on: one warning says so, and the call runs plain. Only what
+the caller gave may raise.
 """
 
-import contextvars
 import functools
-import inspect
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
-from transformers import GenerationMixin
+import transformers
+from transformers import GenerationConfig, GenerationMixin
+
+from .backbones import cache_of
+from .drafting_options import DraftingOptions
+from .fallbacks import check_call, reason_not_to_draft
+from .generation_stats import GenerationStats
 
 
 logger = logging.getLogger(__name__)
 
+_wrapped = set()
 _MARK = "_d3d_original"
-# What the wrappers rely on: methods, and the parameters that they read or pass on by name.
-_KNOWN_METHODS = {
-    "_get_candidate_generator": ("generation_config", "model_kwargs", "assistant_model", "target_tokenizer"),
-    "_assisted_decoding": (
-        "input_ids",
-        "logits_processor",
-        "stopping_criteria",
-        "generation_config",
-        "assistant_model",
-    ),
-    "_sample": ("input_ids", "logits_processor", "stopping_criteria", "generation_config"),
-}
-_WRAPPED_METHODS = ("_get_candidate_generator", "_assisted_decoding")
+_METHOD = "_assisted_decoding"
 # Arguments of assisted decoding that plain decoding does not know.
-_ASSISTED_ONLY = ("self", "assistant_model", "assistant_tokenizer", "tokenizer", "inputs_tensor")
-# Generators made inside the assisted decoding that runs in this context; `None` outside of one.
-_open_generators = contextvars.ContextVar("d3d_open_generators", default=None)
+_ASSISTED_ONLY = ("assistant_model", "assistant_tokenizer", "tokenizer", "inputs_tensor")
+_OF_DECODING = (
+    *_ASSISTED_ONLY,
+    "logits_processor",
+    "stopping_criteria",
+    "generation_config",
+    "synced_gpus",
+    "streamer",
+)
+_OTHER_DRAFTING = ("assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp", "speculation_type")
+
+
+class DraftingError(RuntimeError):
+    """Drafting failed, and the caller asked for an error then."""
+
+
+@dataclass
+class Call:
+    """
+    One call of `target.generate(..., assistant_model=drafter)`, as transformers has prepared it.
+
+    Attributes:
+        target (`PreTrainedModel`): The model that verifies.
+        drafter ([`D3DDrafterForCausalLM`]): The model that drafts.
+        input_ids (`torch.LongTensor` of shape `(batch, length)`): The prompt.
+        generation_config (`GenerationConfig`): The call's.
+        arguments (`dict`): Of transformers' assisted decoding, by name, `input_ids` left out.
+        options ([`DraftingOptions`]): The drafting options.
+        stats ([`GenerationStats`]): Becomes `drafter.last_generation_stats`.
+        has_begun (`bool`): Whether anything of the caller's has been called: from then on, errors are the caller's.
+    """
+
+    target: Any
+    drafter: Any
+    input_ids: Any
+    generation_config: GenerationConfig
+    arguments: dict[str, Any]
+    options: DraftingOptions
+    stats: GenerationStats = field(default_factory=GenerationStats)
+    has_begun: bool = False
+    generator: Any = None  # the second door's
+
+    @property
+    def model_kwargs(self) -> dict[str, Any]:
+        """Arguments of the target's forward."""
+        own = (
+            *_ASSISTED_ONLY,
+            "logits_processor",
+            "stopping_criteria",
+            "generation_config",
+            "synced_gpus",
+            "streamer",
+        )
+        return {name: value for name, value in self.arguments.items() if name not in own}
+
+
+class Door:
+    """A way to run a call with drafts."""
+
+    name = ""
+
+    def reason_against(self, call: Call) -> str | None:
+        """Why this door does not take a call; `None` if it does."""
+        raise NotImplementedError
+
+    def run(self, call: Call, assisted_decoding):
+        """What `generate` returns. `assisted_decoding()` is transformers' own loop with the call's arguments."""
+        raise NotImplementedError
+
+
+_doors: list[Door] = []
+
+
+def open_door(door: Door, first: bool = False):
+    """Adds a door, in the place of one of the same name."""
+    _doors[:] = [other for other in _doors if other.name != door.name]
+    _doors.insert(0 if first else len(_doors), door)
 
 
 def install_generation_hook() -> bool:
     """
-    Wraps `GenerationMixin._get_candidate_generator` and `GenerationMixin._assisted_decoding`. Idempotent, also across
-    several copies of this module; never raises.
+    Wraps `GenerationMixin._assisted_decoding`. Idempotent, also across several copies of this module; never raises.
 
     Returns:
         `bool`: Whether the hook is in place.
     """
-    if is_generation_hook_installed():
-        return True
-    missing = _missing_parts()
-    if missing:
-        import transformers
-
+    is_installed = wrap_method(_METHOD, _wrap)
+    if not is_installed:
         logger.warning(
-            f"transformers {transformers.__version__} has changed {', '.join(missing)}: the D3D generation hook is "
-            f"not installed. Drafters work through transformers' stock assistant protocol, without stop strings."
+            f"transformers {transformers.__version__} has no GenerationMixin.{_METHOD}: the D3D generation hook is "
+            f"not installed, and a drafter that is given as assistant_model drafts token by token, if at all. Install a "
+            f"release of transformers that the package's metadata names."
         )
-        return False
-    for name, wrap in zip(_WRAPPED_METHODS, (_wrap_dispatch, _wrap_decoding)):
-        original = getattr(GenerationMixin, name)
-        wrapped = wrap(original)
-        setattr(wrapped, _MARK, original)
-        setattr(GenerationMixin, name, wrapped)
-    return True
+    return is_installed
 
 
 def uninstall_generation_hook():
-    """Puts the wrapped methods back. Does nothing where the hook is not installed."""
-    for name in _WRAPPED_METHODS:
+    """Puts wrapped methods back. Does nothing where the hook is not installed."""
+    for name in _wrapped:
         original = getattr(getattr(GenerationMixin, name, None), _MARK, None)
         if original is not None:
             setattr(GenerationMixin, name, original)
 
 
 def is_generation_hook_installed() -> bool:
-    return all(hasattr(getattr(GenerationMixin, name, None), _MARK) for name in _WRAPPED_METHODS)
+    return hasattr(getattr(GenerationMixin, _METHOD, None), _MARK)
 
 
-def _missing_parts() -> list[str]:
-    missing = []
-    for name, parameters in _KNOWN_METHODS.items():
-        method = getattr(GenerationMixin, name, None)
-        if method is None:
-            missing.append(f"GenerationMixin.{name}")
-            continue
-        known = inspect.signature(method).parameters
-        missing += [f"GenerationMixin.{name}({parameter}=)" for parameter in parameters if parameter not in known]
-    return missing
+def wrap_method(name: str, wrap: Callable) -> bool:
+    """Puts `wrap(original)` in the place of a method of `GenerationMixin`, once; whether it stands there."""
+    original = getattr(GenerationMixin, name, None)
+    if not callable(original):
+        return False
+    if not hasattr(original, _MARK):
+        wrapped = functools.wraps(original)(wrap(original))  # generate reads the signature
+        setattr(wrapped, _MARK, original)
+        setattr(GenerationMixin, name, wrapped)
+    _wrapped.add(name)
+    return True
 
 
-def _carries(assistant, method: str) -> bool:
-    """Whether an assistant is a drafter, wrapped by PEFT or torch.compile or not (both forward attribute look-ups)."""
-    return assistant is not None and callable(getattr(assistant, method, None))
-
-
-def _is_outranked(generation_config) -> bool:
-    """Whether the call asks for another kind of drafting, which outranks an assistant in transformers and here."""
-    options = ("assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp", "speculation_type")
-    return any(getattr(generation_config, option, None) for option in options)
-
-
-def _wrap_dispatch(original):
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def _get_candidate_generator(self, *args, **kwargs):
-        arguments = signature.bind(self, *args, **kwargs).arguments
-        assistant = arguments.get("assistant_model")
-        config = arguments["generation_config"]
-        if not _carries(assistant, "make_candidate_generator") or _is_outranked(config):
+def _wrap(original):
+    def _assisted_decoding(self, *args, **kwargs):
+        assistant = kwargs.get("assistant_model")
+        if not is_drafter(assistant) or _is_outranked(kwargs.get("generation_config")):
             return original(self, *args, **kwargs)
-        generator = assistant.make_candidate_generator(
-            target=self,
-            generation_config=config,
-            model_kwargs=arguments["model_kwargs"],
-            target_tokenizer=arguments.get("target_tokenizer"),
-            assistant_tokenizer=arguments.get("assistant_tokenizer"),
-        )
-        opened = _open_generators.get()
-        if opened is not None:
-            opened.append(generator)
-        return generator
+        arguments = dict(kwargs)
+        input_ids = args[0] if args else arguments.pop("input_ids")
 
-    return _get_candidate_generator
+        def assisted_decoding():
+            return original(self, *args, **kwargs)
 
+        def plain():
+            left_out = {name: value for name, value in arguments.items() if name not in _ASSISTED_ONLY}
+            return self._sample(input_ids, **left_out)
 
-def _wrap_decoding(original):
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)  # generate reads the signature
-    def _assisted_decoding(self, input_ids, *args, **kwargs):
-        arguments = signature.bind_partial(self, input_ids, *args).arguments | kwargs
-        assistant, config = arguments.get("assistant_model"), arguments["generation_config"]
-        if not _carries(assistant, "make_candidate_generator") or _is_outranked(config):
-            return original(self, input_ids, *args, **kwargs)
-        if not assistant.prepare_call(self, input_ids, config, arguments):
-            plain = {name: value for name, value in arguments.items() if name not in _ASSISTED_ONLY}
-            return self._sample(**plain)
-        opened = []
-        token = _open_generators.set(opened)
-        try:
-            return original(self, input_ids, *args, **kwargs)
-        finally:
-            _open_generators.reset(token)
-            for generator in opened:
-                generator.close()
+        return _run(self, assistant, input_ids, arguments, assisted_decoding, plain)
 
     return _assisted_decoding
 
 
-__all__ = ["install_generation_hook", "is_generation_hook_installed", "uninstall_generation_hook"]
+def is_drafter(model) -> bool:
+    """Whether a model is a drafter, wrapped by PEFT or torch.compile or not: both forward attribute look-ups."""
+    return model is not None and callable(getattr(model, "packed_forward", None))
+
+
+def _is_outranked(generation_config) -> bool:
+    """Whether the call asks for another kind of drafting, which outranks an assistant in transformers and here."""
+    return any(getattr(generation_config, option, None) for option in _OTHER_DRAFTING)
+
+
+def _run(target, drafter, input_ids, arguments: dict, assisted_decoding, plain):
+    """A call with a drafter, through the first door that takes it."""
+    config = arguments["generation_config"]
+    check_call(drafter, target, arguments)
+    options = DraftingOptions.resolve(config, drafter.generation_config, drafter.config.block_size)
+    call = Call(target, drafter, input_ids, config, arguments, options)
+    _set_stats(drafter, call.stats)
+    reason = reason_not_to_draft(drafter, input_ids, config, arguments)
+    if reason is None:
+        for door in _doors:
+            reason = door.reason_against(call)
+            if reason is None:
+                call.stats.door = door.name
+                return _run_softly(door, call, assisted_decoding, plain)
+            call.stats.door_reason = reason
+    call.stats.door, call.stats.door_reason = "plain", reason
+    _tell_once(drafter, f"Generating without drafts: {reason}.")
+    return plain()
+
+
+def _set_stats(drafter, stats: GenerationStats):
+    """On the drafter itself, which may be wrapped."""
+    inner = getattr(drafter, "get_base_model", None)
+    (inner() if callable(inner) else getattr(drafter, "_orig_mod", drafter)).last_generation_stats = stats
+
+
+def _run_softly(door: Door, call: Call, assisted_decoding, plain):
+    cache = cache_of(call.arguments)
+    num_cached = cache.get_seq_length()
+    try:
+        return door.run(call, assisted_decoding)
+    except DraftingError:
+        raise
+    except Exception as error:
+        if call.has_begun or not _restored(cache, num_cached):
+            raise
+        call.stats.door = "plain"
+        call.stats.door_reason = f"the {door.name} failed ({type(error).__name__}: {error})"
+        _tell_once(
+            call.drafter,
+            f"Drafting could not begin on transformers {transformers.__version__}: {type(error).__name__}: {error}. "
+            f"The call runs without drafts, with the same result. If it is not your own call that raises this, the "
+            f"release has changed what drafting relies on: install one that the package's metadata names, and see "
+            f"`d3d-hf doctor`.",
+        )
+    return plain()
+
+
+def _restored(cache, num_cached: int) -> bool:
+    """Brings a cache back to its length before the call; whether that was possible."""
+    try:
+        if cache.get_seq_length() != num_cached:
+            cache.crop(num_cached - cache.get_seq_length())
+        return cache.get_seq_length() == num_cached
+    except Exception:
+        return False
+
+
+def _tell_once(drafter, message: str):
+    if message not in drafter._told:
+        drafter._told.add(message)
+        logger.warning(message)
+
+
+__all__ = [
+    "Call",
+    "Door",
+    "DraftingError",
+    "install_generation_hook",
+    "is_drafter",
+    "is_generation_hook_installed",
+    "open_door",
+    "uninstall_generation_hook",
+    "wrap_method",
+]

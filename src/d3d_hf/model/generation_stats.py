@@ -18,6 +18,8 @@ class GenerationStats:
         draft_ms (`float`): Time in drafting calls, on the caller's thread.
         verify_ms (`float`): Time between a draft and its verdict: the target's forward and transformers' own loop.
         mode (`str`): `"auto"`, `"sync"` or `"async"`.
+        door (`str`): What the generation ran in: `"loop"`, `"candidate generator"`, or `"plain"`, without drafts.
+        door_reason (`str`, *optional*): Why not in the loop.
         mode_choices (`list[dict]`):
             Of `"auto"`: each change of the way of drafting, with the round from which it holds and the reason.
         num_hits (`dict[str, int]`):
@@ -35,6 +37,8 @@ class GenerationStats:
     draft_ms: float = 0.0
     verify_ms: float = 0.0
     mode: str = "sync"
+    door: str = "loop"
+    door_reason: str | None = None
     mode_choices: list[dict] = field(default_factory=list)
     num_hits: dict[str, int] = field(default_factory=dict)
     wait_ms: float = 0.0

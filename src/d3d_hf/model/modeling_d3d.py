@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from . import extensions
 from .adapters import (
     OWN_MODULES,
     attach_adapter,
@@ -24,12 +25,11 @@ from .backbones import (
     refuse_unpackable,
     resolve_kept_layers,
 )
-from .candidate_generator import D3DCandidateGenerator, generate_as_assistant, make_candidate_generator
+from .candidate_generator import CandidateGeneratorDoor
 from .chained_head import ChainedHead
 from .checkpoints import hub_arguments, load_checked
 from .configuration_d3d import D3DConfig
-from .fallbacks import cache_of, check_call, reason_not_to_draft
-from .generation_hook import install_generation_hook, is_generation_hook_installed
+from .generation_hook import install_generation_hook, open_door
 from .packing import PackedLayout, attention_masks
 
 
@@ -86,9 +86,6 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
             self.chained_head = ChainedHead(config.hidden_size, config.chained_head_size)
         # Derived from a model's config, it would lose the drafting options when it is loaded again.
         self.generation_config._from_model_config = False
-        # The stock protocol would adapt a schedule and a confidence threshold, which a block drafter has no use for.
-        self.generation_config.num_assistant_tokens_schedule = "constant"
-        self.generation_config.assistant_confidence_threshold = 0.0
         self.post_init()
 
     def _init_weights(self, module):
@@ -428,11 +425,9 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if not isinstance(max_context, int) or isinstance(max_context, bool) or max_context < 1:
             raise ValueError(f"max_context is {max_context!r}: give a number of tokens, at least 1.")
-        try:
-            from d3d_hf.compiled.drafter import warm_up
-        except ImportError as error:  # it comes with the package, not with code loaded from a repository
-            raise ImportError("Compiling needs the d3d_hf package: pip install d3d_hf") from error
-        warm_up(self, max_context)
+        if extensions.warm_up is None:  # it comes with the package, not with code loaded from a repository
+            raise ImportError("Compiling needs the d3d_hf package: pip install d3d_hf")
+        extensions.warm_up(self, max_context)
 
     def project(self, hidden_states: torch.Tensor, backbone: nn.Module | None = None) -> torch.Tensor:
         """
@@ -488,64 +483,6 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
         # Made on the device: a copy from the CPU could not be captured in a graph.
         return self.mask_embedding(torch.zeros((), dtype=torch.long, device=embeds.device)).to(embeds.dtype)
 
-    def prepare_call(self, target: PreTrainedModel, input_ids, generation_config, model_kwargs: dict) -> bool:
-        """
-        Looks at a call of `target.generate` before it begins; the generation hook calls this.
-
-        Returns:
-            `bool`: Whether to draft for it. If not, it is to run plain, and one warning per reason has said why.
-
-        Raises:
-            ValueError: The call can never be drafted for.
-        """
-        check_call(self, target, model_kwargs)
-        reason = reason_not_to_draft(self, input_ids, generation_config, model_kwargs)
-        if reason is not None:
-            self._tell_once(f"Generating without drafts: {reason}.")
-            return False
-        cache = cache_of(model_kwargs)
-        if num_cached := cache.get_seq_length():
-            # Assisted decoding would feed the whole text again on top of what the cache holds.
-            self._tell_once(
-                "past_key_values holds part of the text already, but assisted decoding has to feed all of it again: "
-                "the text is right, its prefill dearer."
-            )
-            cache.crop(-num_cached)
-        return True
-
-    def _tell_once(self, message: str):
-        if message not in self._told:
-            self._told.add(message)
-            logger.warning(message)
-
-    def make_candidate_generator(
-        self, target, generation_config, model_kwargs, target_tokenizer=None, assistant_tokenizer=None
-    ) -> D3DCandidateGenerator:
-        """
-        The candidate generator for one call of `target.generate`; the generation hook calls this.
-
-        Raises:
-            ValueError: A drafting option is unusable, or the drafter has another tokenizer than the target.
-        """
-        if assistant_tokenizer is not None:
-            raise ValueError(
-                f"The drafter's vocabulary has {self.config.vocab_size} tokens and `assistant_tokenizer` was given, "
-                f"but a D3D drafter drafts in its target's own tokens: use a drafter trained for this target."
-            )
-        return make_candidate_generator(self, target, generation_config, model_kwargs, target_tokenizer)
-
-    def generate(self, *args, **kwargs):
-        """
-        `GenerationMixin.generate`, ordinary autoregressive generation, unless transformers calls the drafter as a
-        stock assistant, which happens where the generation hook is not in place.
-        """
-        config = kwargs.get("generation_config")
-        if not getattr(config, "is_assistant", False):
-            return super().generate(*args, **kwargs)
-        if is_generation_hook_installed():
-            _warn_of_bypassed_hook()
-        return generate_as_assistant(self, *args, **kwargs)
-
 
 def _packable_attention(model: PreTrainedModel) -> str:
     """The model's attention implementation, or SDPA where that one takes no packed masks."""
@@ -570,25 +507,11 @@ class _GivenHiddenStates(nn.Module):
         return self.Output(inputs_embeds)
 
 
-_warned_of_bypassed_hook = False
-
-
-def _warn_of_bypassed_hook():
-    global _warned_of_bypassed_hook
-    if not _warned_of_bypassed_hook:
-        import transformers
-
-        _warned_of_bypassed_hook = True
-        logger.warning(
-            f"transformers {transformers.__version__} went past the D3D generation hook although it is installed; "
-            f"drafting goes on through the stock assistant protocol. Please report this with your call of generate."
-        )
-
-
 AutoConfig.register("d3d", D3DConfig, exist_ok=True)
 AutoModelForCausalLM.register(D3DConfig, D3DDrafterForCausalLM, exist_ok=True)
 D3DConfig.register_for_auto_class()
 D3DDrafterForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 install_generation_hook()
+open_door(CandidateGeneratorDoor())
 
 __all__ = ["D3DDrafterForCausalLM"]

@@ -1,20 +1,23 @@
-"""The packed layout: one structure for training and for drafting.
+"""The packed layout: a forest on a text, one structure for verification, drafting and training.
 
-A packed pass holds context tokens followed by branches of slots. Context tokens are causal. A branch hangs on one
-context position; its slots see the context up to there and their own branch, nothing else:
+A packed pass holds context tokens, which go on with the text that is cached, and nodes that hang on it:
 
-    [context tokens][branch 1: visible tokens, mask slots][branch 2: ...] ...
+    [context tokens][tree of tokens][branch 1: visible tokens, mask slots][branch 2: ...] ...
 
-Four small integers per token say all of it, whatever the attention implementation:
+Context tokens are causal. A node of the tree sees the text up to the tree's root, its ancestors and itself: siblings
+stand at one position and do not see each other. A branch hangs on one context position or on one node of the tree; its
+slots see what that one sees, and their own branch. Nothing sees anything else.
+
+Four small integers per token say all of it but the tree, whatever the attention implementation:
 
 - `position_ids`: RoPE, windows and visibility go by position, never by storage index;
-- `branch_ids`: `CONTEXT`, a branch number from 1, or `PADDING`;
-- `context_limits`: the last context position that the token sees;
+- `branch_ids`: `CONTEXT`, a branch number from 1, `NODE` of the tree, or `PADDING`;
+- `context_limits`: the last text position that the token sees;
 - `branch_limits`: the last position of its own branch that the token sees.
 
 The key `k` is visible to the query `q` iff `k` is context and stands at or before `context_limits[q]`, or both are
-in one branch and `k` stands at or before `branch_limits[q]`. The drafter's KV cache holds context only, at positions
-`0 .. num_cached - 1`. Pure functions; tensors stay on the device of those passed in.
+in one branch and `k` stands at or before `branch_limits[q]`, or `k` is a node and `ancestors[q, k]`. The KV cache
+holds text only, at positions `0 .. num_cached - 1`. Pure functions; tensors stay on the device of those passed in.
 """
 
 from collections.abc import Sequence
@@ -26,6 +29,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 CONTEXT = 0
 PADDING = -1
+NODE = -2
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,14 @@ class PackedLayout:
 
     Attributes:
         position_ids: Position of each token in its sequence.
-        branch_ids: `CONTEXT` (0), the branch's number from 1, or `PADDING` (-1).
-        context_limits: Last context position that the token sees.
+        branch_ids: `CONTEXT` (0), the branch's number from 1, `NODE` (-2), or `PADDING` (-1).
+        context_limits: Last text position that the token sees.
         branch_limits: Last position of its own branch that the token sees.
         is_mask_slot: Whether the token is the mask embedding.
         num_cached (`int`): Context tokens in the KV cache before this pass.
-        is_plain_causal (`bool`): No branches and no padding: an ordinary causal forward.
+        is_plain_causal (`bool`): No branches, no padding, no siblings: an ordinary causal forward.
+        ancestors (`torch.BoolTensor` of shape `(batch, tokens, tokens)`, *optional*):
+            Whether the second token is a node of the tree that the first one is or hangs on. `None` without a tree.
     """
 
     position_ids: torch.LongTensor
@@ -51,6 +57,7 @@ class PackedLayout:
     is_mask_slot: torch.BoolTensor
     num_cached: int = 0
     is_plain_causal: bool = False
+    ancestors: torch.BoolTensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -150,6 +157,43 @@ def lay_out(
     )
 
 
+def lay_out_tree(
+    context_length: int, parents: Sequence[int], num_cached: int = 0, device: torch.device | str | None = None
+) -> PackedLayout:
+    """
+    Lays out context tokens and a tree of tokens that hangs on the last of them.
+
+    Args:
+        context_length (`int`): Context tokens in this pass, at least one.
+        parents (sequence of `int`):
+            Of each node: 0 for the last context token, `i` for the `i`-th node; none stands before its parent.
+        num_cached (`int`, *optional*, defaults to 0): Tokens of the text in the KV cache.
+        device (*optional*): Of the tensors.
+
+    Returns:
+        [`PackedLayout`] over `context_length + len(parents)` tokens; a chain is an ordinary causal pass.
+    """
+    num_tokens = context_length + len(parents)
+    if list(parents) == list(range(len(parents))):
+        return lay_out(num_tokens, num_cached=num_cached, device=device)
+    root = num_cached + context_length - 1
+    depths, rows = [0], torch.zeros(num_tokens, num_tokens, dtype=torch.bool)
+    for node, parent in enumerate(parents, start=1):
+        place = context_length - 1 + node
+        depths.append(depths[parent] + 1)
+        if parent:
+            rows[place] = rows[context_length - 1 + parent]
+        rows[place, place] = True
+    context = torch.arange(num_cached, root + 1)
+    positions = torch.cat([context, root + torch.tensor(depths[1:])])[None]
+    ids = torch.full_like(positions, NODE)
+    ids[:, :context_length] = CONTEXT
+    layout = PackedLayout(
+        positions, ids, positions.clamp(max=root), positions, ids > 0, num_cached, ancestors=rows[None]
+    )
+    return layout if device is None else layout.to(device)
+
+
 def visibility_rule(layout: PackedLayout, sliding_window: int | None = None):
     """
     The layout's visibility as a function of indices, in the form that transformers' mask interface takes.
@@ -171,14 +215,37 @@ def visibility_rule(layout: PackedLayout, sliding_window: int | None = None):
     def is_visible(batch_idx, head_idx, q_idx, kv_idx):
         position, branch = key_positions[batch_idx, kv_idx], key_branches[batch_idx, kv_idx]
         seen = (branch == CONTEXT) & (position <= layout.context_limits[batch_idx, q_idx])
-        own_branch = (branch != CONTEXT) & (branch == layout.branch_ids[batch_idx, q_idx])
+        own_branch = (branch != CONTEXT) & (branch != NODE) & (branch == layout.branch_ids[batch_idx, q_idx])
         seen = seen | (own_branch & (position <= layout.branch_limits[batch_idx, q_idx]))
+        if layout.ancestors is not None:
+            of_pass = kv_idx - layout.num_cached
+            seen = seen | ((of_pass >= 0) & layout.ancestors[batch_idx, q_idx, of_pass.clamp(min=0)])
         if sliding_window is not None:
             seen = seen & (position > layout.position_ids[batch_idx, q_idx] - sliding_window)
         return seen
 
     is_visible.layout, is_visible.sliding_window = layout, sliding_window
     return is_visible
+
+
+def dense_visibility(layout: PackedLayout, sliding_window: int | None = None) -> torch.BoolTensor:
+    """
+    The same rule written out for whole tensors: a mask of shape `(batch, tokens, num_cached + tokens)`. Its twin is
+    [`visibility_rule`], one pair of tokens at a time.
+    """
+    positions, branches = layout.position_ids, layout.branch_ids
+    cached = torch.arange(layout.num_cached, device=positions.device)
+    text = cached <= layout.context_limits[..., None]  # (batch, tokens, cached)
+    keys, queries = positions[:, None], branches[..., None]
+    seen = (branches == CONTEXT)[:, None] & (keys <= layout.context_limits[..., None])
+    own = (queries == branches[:, None]) & (queries != CONTEXT) & (queries != NODE)
+    seen = seen | (own & (keys <= layout.branch_limits[..., None]))  # (batch, tokens, tokens)
+    if layout.ancestors is not None:
+        seen = seen | layout.ancestors
+    if sliding_window is not None:
+        first = positions[..., None] - sliding_window
+        text, seen = text & (cached > first), seen & (keys > first)
+    return torch.cat([text, seen], dim=-1)
 
 
 def layer_windows(config) -> dict[str, int | None]:
@@ -227,6 +294,9 @@ def attention_masks(layout: PackedLayout, config, dtype: torch.dtype):
     batch, num_tokens = layout.position_ids.shape
 
     def make(window):
+        if implementation in ("sdpa", "eager"):
+            seen = dense_visibility(layout, window)[:, None]
+            return seen if implementation == "sdpa" else additive(seen, dtype)
         return ALL_MASK_ATTENTION_FUNCTIONS[implementation](
             batch_size=batch,
             q_length=num_tokens,
@@ -247,4 +317,22 @@ def attention_masks(layout: PackedLayout, config, dtype: torch.dtype):
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-__all__ = ["CONTEXT", "PADDING", "PackedLayout", "attention_masks", "lay_out", "layer_windows", "visibility_rule"]
+def additive(seen: torch.BoolTensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask that is added to the scores: 0 where a key is seen, the least number elsewhere."""
+    hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=seen.device)
+    return torch.where(seen, hidden.new_zeros(()), hidden)
+
+
+__all__ = [
+    "CONTEXT",
+    "NODE",
+    "PADDING",
+    "PackedLayout",
+    "additive",
+    "attention_masks",
+    "dense_visibility",
+    "lay_out",
+    "lay_out_tree",
+    "layer_windows",
+    "visibility_rule",
+]

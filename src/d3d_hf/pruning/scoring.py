@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..model.drafting_session import draftable
 from ..model.packing import PackedLayout, lay_out
-from ..model.verification import fit_vocabulary
 from ..training.acceptance import bootstrap_interval, evenly_spread
 from ..training.examples import to_example
 from .removal import layers_replaced, prunable_layers, skip_layers
@@ -213,7 +213,7 @@ def accepted_of(drafter, states: torch.Tensor, batch: CalibrationBatch) -> list[
         alive = alive & (truth[..., slot] >= 0)
         rows = states[..., slot, :][alive]
         tokens = [
-            fit_vocabulary(drafter.project(part), drafter.config.vocab_size, never).argmax(dim=-1)
+            draftable(drafter.project(part), drafter.config.vocab_size, never).argmax(dim=-1)
             for part in rows.split(_ROWS_PER_PROJECTION)
             if len(part)
         ]

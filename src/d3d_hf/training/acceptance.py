@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..model.drafting_session import draftable
 from ..model.packing import lay_out
-from ..model.verification import fit_vocabulary
 
 
 MAX_GUESSES = 3
@@ -98,7 +98,7 @@ def draft_outcomes(
     outputs = model(input_ids=ids, layout=layout, logits_to_keep=keep, slot_tokens=slot_tokens)
     logits = outputs.logits  # (kept, embedding_rows)
     never = () if config.mask_token_id is None else (config.mask_token_id,)
-    best = fit_vocabulary(logits, config.vocab_size, never).topk(min(MAX_GUESSES + 1, config.vocab_size)).indices
+    best = draftable(logits, config.vocab_size, never).topk(min(MAX_GUESSES + 1, config.vocab_size)).indices
     table = torch.full((batch, ids.shape[1], best.shape[1]), -1, device=ids.device)
     table[keep] = best
 

@@ -1,63 +1,64 @@
-"""The automatic mode: round by round the way of drafting that emits most tokens per second on this machine."""
+"""Where the next draft comes from, automatically: round by round the way that emits most tokens per second here."""
 
 import time
 
 import torch
 
-from ..model.drafting_session import Draft
-from .async_generator import AsyncCandidateGenerator
+from ..model.generation_hook import Call
+from .async_drafts import AsyncDrafts
+from .draft_tree import DraftTree
 from .mode_selector import ModeSelector
 
 
-class AutoCandidateGenerator(AsyncCandidateGenerator):
+class AutoDrafts(AsyncDrafts):
     """
     Measures the target's forward, synchronous drafts and packed passes in the first rounds and goes on with the
     fastest of drafting asynchronously, synchronously or not at all; see [`ModeSelector`]. The first round runs the
     target's prefill alone.
 
-    Which mode drafts depends on times, so a seed does not fix the ids of a sampled output; their law is the same.
-
-    Args are those of [`D3DCandidateGenerator`].
+    Args:
+        call ([`Call`]): The call.
     """
 
-    def __init__(self, drafter, *args, **kwargs):
-        super().__init__(drafter, *args, **kwargs)
-        self.stats.mode = "auto"
+    mode = "auto"
+
+    def __init__(self, call: Call):
+        super().__init__(call)
         self._selector = ModeSelector()
         self.stats.mode_choices = self._selector.choices
-        self._mode = None
+        self._way = None
         self._round_start, self._length_before = None, 0
         self._passes = []  # (tokens fed, seconds) of synchronous drafts
 
-    def _draft(self, input_ids: torch.LongTensor, budget: int) -> Draft:
+    def next(self, text: torch.LongTensor, room: int) -> DraftTree:
         now = time.perf_counter()
         if self._round_start is not None:
-            num_new_tokens = input_ids.shape[1] - self._length_before
+            num_new_tokens = len(text) - self._length_before
             verify_s = now - self._verify_start
             self._selector.record(num_new_tokens, now - self._round_start, verify_s)
-        self._mode = self._selector.choose(self._least_async_seconds())
+        self._way = self._selector.choose(self._least_async_seconds())
         if self._pending is None:
             self._session.prepare()  # before the clock starts: compiling is no part of what a round takes
-        self._round_start, self._length_before = time.perf_counter(), input_ids.shape[1]
-        return super()._draft(input_ids, budget)
+        self._round_start, self._length_before = time.perf_counter(), len(text)
+        return super().next(text, room)
 
-    def _draft_from(self, context: torch.LongTensor, num_tokens: int) -> Draft | None:
-        if self._mode == "async" and self._pending is not None:
-            return super()._draft_from(context, num_tokens)
+    def _draft(self, text: torch.LongTensor, num_tokens: int) -> torch.LongTensor | None:
+        if self._way == "async" and self._pending is not None:
+            return super()._draft(text, num_tokens)
         self._discard_pending()
         self._branch_logits = None
-        if self._mode == "none":
+        if self._way == "none":
             return None
-        num_fed = context.shape[0] - self._session.num_cached + self._block_size - 1
+        num_fed = text.shape[0] - self._session.num_cached + self._block_size - 1
         start = time.perf_counter()
-        draft = self._session.draft(context, num_tokens)
-        draft.tokens.cpu()  # waits for the device
+        draft = self._session.draft(text, num_tokens)
+        draft.cpu()  # waits for the device
         self._passes.append((num_fed, time.perf_counter() - start))
         return draft
 
-    def _prepare_next(self, context: torch.LongTensor, draft: Draft, budget: int):
-        if self._mode == "async":
-            super()._prepare_next(context, draft, budget)
+    def _prepare_next(self, text: torch.LongTensor, tree: DraftTree, room: int):
+        if self._way == "async":
+            super()._prepare_next(text, tree, room)
 
     def _discard_pending(self):
         """Lets the packed pass end: the session is not to be used meanwhile. The caller's CPU threads come back."""
@@ -83,4 +84,4 @@ class AutoCandidateGenerator(AsyncCandidateGenerator):
         return max(verify_s, seconds + slope * (num_packed - num_fed))
 
 
-__all__ = ["AutoCandidateGenerator"]
+__all__ = ["AutoDrafts"]

@@ -1,4 +1,4 @@
-"""The asynchronous candidate generator: the next block is ready when the verdict arrives."""
+"""Where the next draft comes from, asynchronously: it is ready when the verdict arrives."""
 
 import functools
 import time
@@ -6,9 +6,10 @@ import weakref
 
 import torch
 
-from ..model.candidate_generator import D3DCandidateGenerator
-from ..model.drafting_session import Draft
-from ..model.fallbacks import execution_device
+from ..model.backbones import execution_device
+from ..model.generation_hook import Call
+from .draft_tree import DraftTree
+from .drafts import Drafts
 from .packed_drafts import PackedSession, guesses_without
 from .planner import Calibration
 from .worker import CpuThreadShare, ThreadWorker
@@ -19,25 +20,25 @@ _WAIT_S = 3.0
 _WAIT_VERIFICATIONS = 10.0
 
 
-class AsyncCandidateGenerator(D3DCandidateGenerator):
+class AsyncDrafts(Drafts):
     """
-    Drafts for one call of `generate` while the target is verifying.
+    Drafts that are made while the target is verifying.
 
-    Each round, on the caller's thread: the verdict on the draft before is read off `input_ids`; the packed pass that
-    was made for it is taken, and waited for if it is not there; the branch that the verdict selects becomes the draft;
-    the next packed pass is submitted to the worker. The vocabulary projection and the draws of the selected branch are
-    made on the caller's thread, so that the same seed gives the same ids however the threads interleave. The first
-    round has no draft: the drafter's prefill runs beside the target's.
+    Each round, on the caller's thread: the verdict on the draft before is read off the text; the packed pass that was
+    made for it is taken, and waited for if it is not there; the branch that the verdict selects becomes the draft; the
+    next packed pass is submitted to the worker. The vocabulary projection and the choices of the selected branch are
+    made on the caller's thread. The first round has no draft: the drafter's prefill runs beside the target's.
 
-    Args are those of [`D3DCandidateGenerator`].
+    Args:
+        call ([`Call`]): The call.
     """
 
-    def __init__(self, drafter, *args, **kwargs):
-        super().__init__(drafter, *args, **kwargs)
-        self.stats.mode = "async"
-        self._block_size = drafter.config.block_size
+    mode = "async"
+
+    def __init__(self, call: Call):
+        super().__init__(call)
         self._cpu_share, self._shares_cpu = CpuThreadShare(), False
-        self._worker = self._make_worker(drafter)  # starts no thread before its first job
+        self._worker = self._make_worker(call.drafter)  # starts no thread before its first job
         self._finalizer = weakref.finalize(self, _shut_down, self._worker, self._session, self._cpu_share)
         self._round_id = 0
         self._pending = None  # the packed pass for the verdict to come
@@ -46,29 +47,22 @@ class AsyncCandidateGenerator(D3DCandidateGenerator):
         self._branch_logits = None
         self._calibration, self._confidences = Calibration(), []
 
-    def _make_session(self, drafter) -> PackedSession:
+    def _make_session(self, drafter, vocab_size: int) -> PackedSession:
         options = self.options
-        return PackedSession(drafter, self._chooser, options.num_denoising_steps, options.compile_drafter)
+        return PackedSession(drafter, vocab_size, options.num_denoising_steps, options.compile_drafter)
 
     def _make_worker(self, drafter):
         device = execution_device(drafter)
         self._shares_cpu = device.type == "cpu"
         return ThreadWorker(device, self._cpu_share.worker_share() if self._shares_cpu else None)
 
-    def _draft_from(self, context: torch.LongTensor, num_tokens: int) -> Draft | None:
-        return self._selected_draft(context.cpu(), num_tokens)
-
-    def _prepare_next(self, context: torch.LongTensor, draft: Draft, budget: int):
-        if budget > 1:  # else the text ends with this round or the next, which has no room for a draft
-            self._submit(context.cpu(), draft)
-
-    def _selected_draft(self, context: torch.LongTensor, num_tokens: int) -> Draft | None:
+    def _draft(self, text: torch.LongTensor, num_tokens: int) -> torch.LongTensor | None:
         """The draft of the branch that the verdict selects; `None` without one."""
         pending, self._pending = self._pending, None
         self._branch_logits = None
         if pending is None:
             return None
-        new_tokens = context[self._text_length :].tolist()
+        new_tokens = text[self._text_length :].tolist()
         num_accepted = len(new_tokens) - 1
         drafts = self._take(pending)
         # The caller may have done something else than verify: then the next pass starts from the text as it is.
@@ -87,6 +81,10 @@ class AsyncCandidateGenerator(D3DCandidateGenerator):
             raise FloatingPointError("the drafter's logits are NaN")
         return self._session.draft_of(drafts, branch, new_tokens[-1], num_tokens, self._branch_logits)
 
+    def _prepare_next(self, text: torch.LongTensor, tree: DraftTree, room: int):
+        if room > 1:  # else the text ends with this round or the next, which has no room for a draft
+            self._submit(text, tree)
+
     def _take(self, pending):
         last_verification_s = 0.0
         if self.stats.spans and self._verify_start is not None:
@@ -102,12 +100,12 @@ class AsyncCandidateGenerator(D3DCandidateGenerator):
         self.stats.spans.append(("draft", result.start_s, result.end_s))
         return result.value
 
-    def _submit(self, context: torch.LongTensor, draft: Draft):
-        """Sends the packed pass for the verdict on `draft` to the worker."""
+    def _submit(self, text: torch.LongTensor, tree: DraftTree):
+        """Sends the packed pass for the verdict on a draft to the worker."""
         self._round_id += 1
-        self._text_length, self._last_draft = context.shape[0], draft.tokens.tolist()
-        text = torch.cat([context, draft.tokens.cpu()])
-        if not self._session.has_room_for(text.shape[0] + self._block_size):
+        self._text_length, self._last_draft = text.shape[0], tree.tokens.tolist()
+        drafted = torch.cat([text, tree.tokens.cpu()])  # a copy: the text grows while the worker reads
+        if not self._session.has_room_for(drafted.shape[0] + self._block_size):
             self._cpu_share.restore()
             return
         options = self.options
@@ -117,13 +115,13 @@ class AsyncCandidateGenerator(D3DCandidateGenerator):
         max_branches = verdict_chances = None
         if options.draft_slot_budget is not None:
             max_branches = options.draft_slot_budget // self._block_size
-            self._confidences = self._confidences_in(draft)
+            self._confidences = self._confidences_in(tree)
             verdict_chances = self._calibration.verdict_chances(self._confidences)
-        # The job knows the session, not this generator, so that a generator that is dropped can end the worker.
+        # The job knows the session, not these drafts, so that drafts that are dropped can end the worker.
         job = functools.partial(
             self._session.pack,
-            text,
-            num_committed=context.shape[0],
+            drafted,
+            num_committed=text.shape[0],
             round_id=self._round_id,
             num_guesses=options.num_bonus_guesses,
             slot_guesses=self._slot_guesses() if options.bonus_guess_source == "slots" else None,
@@ -132,12 +130,12 @@ class AsyncCandidateGenerator(D3DCandidateGenerator):
         )
         self._pending = self._worker.submit(job)
 
-    def _confidences_in(self, draft: Draft) -> list[float]:
+    def _confidences_in(self, tree: DraftTree) -> list[float]:
         """The drafter's probability of each token under verification, before any correction; even odds if unknown."""
         if self._branch_logits is None:
-            return [0.5] * len(draft)
-        probabilities = self._branch_logits[: len(draft)].float().softmax(-1)
-        return probabilities.gather(-1, draft.tokens[:, None].to(probabilities.device))[:, 0].tolist()
+            return [0.5] * len(tree)
+        probabilities = self._branch_logits[: len(tree)].float().softmax(-1)
+        return probabilities.gather(-1, tree.tokens[:, None].to(probabilities.device))[:, 0].tolist()
 
     def _slot_guesses(self) -> list[list[int]]:
         """Guesses of the bonus from the laws of the draft under verification; none where it has no law."""
@@ -170,4 +168,4 @@ def _shut_down(worker, session: PackedSession, cpu_share: CpuThreadShare):
     session.close()
 
 
-__all__ = ["AsyncCandidateGenerator"]
+__all__ = ["AsyncDrafts"]

@@ -1,0 +1,79 @@
+"""Where the next draft comes from, synchronously: it is made after the verdict on the one before."""
+
+import time
+
+import torch
+
+from ..model.candidate_generator import report_failure
+from ..model.drafting_session import DraftingSession
+from ..model.generation_hook import Call
+from .draft_tree import DraftTree
+
+
+class Drafts:
+    """
+    The drafts of one call, made on the caller's thread. Nothing is computed before the first.
+
+    Args:
+        call ([`Call`]): The call.
+    """
+
+    mode = "sync"
+
+    def __init__(self, call: Call):
+        self.options, self.stats = call.options, call.stats
+        self.stats.mode = self.mode
+        self._block_size = call.drafter.config.block_size
+        self._session = self._make_session(call.drafter, call.target.config.get_text_config().vocab_size)
+        self._has_failed = False
+        self._verify_start = None
+
+    def _make_session(self, drafter, vocab_size: int) -> DraftingSession:
+        options = self.options
+        return DraftingSession(drafter, vocab_size, options.num_denoising_steps, options.compile_drafter)
+
+    def next(self, text: torch.LongTensor, room: int) -> DraftTree:
+        """
+        The draft after a text.
+
+        Args:
+            text (`torch.LongTensor` of shape `(length,)`): The whole text without padding, on the CPU.
+            room (`int`): Tokens that a draft may be deep.
+
+        Returns:
+            [`DraftTree`], an empty one where there is no room or drafting has failed.
+        """
+        start = time.perf_counter()
+        tree = DraftTree.empty()
+        if room >= 1 and len(text) and not self._has_failed:
+            try:
+                tokens = self._draft(text, min(self.options.num_assistant_tokens, room))
+                if tokens is not None:
+                    tree = DraftTree.chain(tokens)
+                self._prepare_next(text, tree, room)
+            except Exception as error:
+                self._fail(error)
+                tree = DraftTree.empty()
+        self._verify_start = time.perf_counter()
+        self.stats.record_draft(len(tree), 1e3 * (self._verify_start - start))
+        return tree
+
+    def _draft(self, text: torch.LongTensor, num_tokens: int) -> torch.LongTensor | None:
+        """Draft tokens, or `None`."""
+        self._session.prepare()
+        return self._session.draft(text, num_tokens)
+
+    def _prepare_next(self, text: torch.LongTensor, tree: DraftTree, room: int):
+        """What can be done for the round after this one, before the verification."""
+
+    def _fail(self, error: Exception):
+        """Ends drafting, with one warning, or the generation; the output is right in any case."""
+        self._has_failed = True
+        report_failure(error, self.options, self.stats)
+
+    def close(self):
+        """Frees the drafter's cache; called however the generation ends. Idempotent."""
+        self._session.close()
+
+
+__all__ = ["Drafts"]
