@@ -124,8 +124,8 @@ def install_generation_hook() -> bool:
     if not is_installed:
         logger.warning(
             f"transformers {transformers.__version__} has no GenerationMixin.{_METHOD}: the D3D generation hook is "
-            f"not installed, and a drafter that is given as assistant_model drafts token by token, if at all. Install a "
-            f"release of transformers that the package's metadata names."
+            f"not installed, and a drafter that is given as assistant_model drafts token by token, if at all. Install "
+            f"a release of transformers that the package's metadata names."
         )
     return is_installed
 
