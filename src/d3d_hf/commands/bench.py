@@ -389,7 +389,7 @@ def _play(runner, prompt_sets, store, state):
 def _finish(args: argparse.Namespace, settings: dict, store, contestants, state):
     from ..bench.report import averages, print_table, rounded, summarise
     from ..bench.runner import WARM_UP_TOKENS
-    from ..pruning.progress import write_json
+    from ..pruning.resumable_run import write_json
     from ..training.provenance import provenance
 
     order = {name: place for place, name in enumerate(settings["datasets"])}
