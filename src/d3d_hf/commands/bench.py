@@ -5,7 +5,7 @@ import glob
 import os
 import sys
 
-from .arguments import UsageError, one_line, real_number, whole_number
+from .arguments import UsageError, one_line, real_number, template_settings, whole_number
 
 
 _DATASETS = "gsm8k,math500,aime25,humaneval,mbpp,livecodebench,mt-bench"
@@ -252,9 +252,8 @@ def _set_up(args: argparse.Namespace, names: list[str], profile: list[float] | N
     from ..bench.models import is_shape, load_dflash
     from ..bench.synthetic import ImposedAcceptance
     from .loading import load_target, read_drafter_config, usable_device
-    from .regenerate import _template_settings
 
-    template_settings = _template_settings(args.template_arg)
+    settings_of_template = template_settings(args.template_arg)
     for name in args.drafter:
         if not is_shape(name):
             read_drafter_config(name, "--drafter")
@@ -273,7 +272,7 @@ def _set_up(args: argparse.Namespace, names: list[str], profile: list[float] | N
             args.target or embedded.TARGET_NAME, args.dtype, device, args.attn_implementation, args.trust_remote_code
         )
         try:
-            template = template_of(tokenizer, template_settings)
+            template = template_of(tokenizer, settings_of_template)
         except ValueError as error:
             raise UsageError(one_line(error)) from error
     beside = device if args.drafter_device is None else usable_device(args.drafter_device, "--drafter-device")
