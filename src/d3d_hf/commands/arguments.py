@@ -55,10 +55,15 @@ def template_settings(pairs: list[str]) -> dict:
     return settings
 
 
+def option(name: str) -> str:
+    """How an argument is written on the command line."""
+    return "--" + name.replace("_", "-")
+
+
 def one_line(error: BaseException, max_length: int = 300) -> str:
     """An exception's message without line breaks, shortened."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= max_length else f"{text[:max_length].rstrip()} ..."
 
 
-__all__ = ["UsageError", "one_line", "real_number", "template_settings", "whole_number"]
+__all__ = ["UsageError", "one_line", "option", "real_number", "template_settings", "whole_number"]

@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 
-from .arguments import UsageError, one_line, real_number, template_settings, whole_number
+from .arguments import UsageError, one_line, option, real_number, template_settings, whole_number
 
 
 _OF_TRANSFORMERS = ("batch_size", "dtype", "device", "attn_implementation")
@@ -137,7 +137,7 @@ def _refuse_conflicts(args: argparse.Namespace) -> str | None:
         if value is not None:
             other = "transformers" if is_server else "openai"
             raise UsageError(
-                f"--{name.replace('_', '-')} {value!r} is for --engine {other}, and the engine is {args.engine!r}: "
+                f"{option(name)} {value!r} is for --engine {other}, and the engine is {args.engine!r}: "
                 f"leave it out, or give --engine {other}"
             )
     if not is_server:
