@@ -97,7 +97,7 @@ def _measure(args, block_size: int):
 
     import torch
 
-    from .. import D3DDrafterForCausalLM
+    from ..model.modeling_d3d import D3DDrafterForCausalLM
     from ..cost_model import MeasuredForward
     from ..cost_model.inputs import GivenTimes
     from ..cost_model.measure import drafter_forward_ms, target_forward_ms
