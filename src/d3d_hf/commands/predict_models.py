@@ -97,11 +97,11 @@ def _measure(args, block_size: int):
 
     import torch
 
-    from ..model.modeling_d3d import D3DDrafterForCausalLM
     from ..cost_model import MeasuredForward
     from ..cost_model.inputs import GivenTimes
     from ..cost_model.measure import drafter_forward_ms, target_forward_ms
     from ..cost_model.shapes import random_model
+    from ..model.modeling_d3d import D3DDrafterForCausalLM
     from ..training.provenance import provenance
     from .loading import usable_device
 
