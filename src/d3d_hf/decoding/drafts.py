@@ -4,10 +4,12 @@ import time
 
 import torch
 
+from ..model.block import Block
 from ..model.candidate_generator import report_failure
 from ..model.drafting_session import DraftingSession
 from ..model.generation_hook import Call
 from .draft_tree import DraftTree
+from .tree_building import TreeBuilder
 
 
 class Drafts:
@@ -16,15 +18,18 @@ class Drafts:
 
     Args:
         call ([`Call`]): The call.
+        takes_trees (`bool`, *optional*, defaults to `True`): Whether the target's passes do.
     """
 
     mode = "sync"
 
-    def __init__(self, call: Call):
+    def __init__(self, call: Call, takes_trees: bool = True):
         self.options, self.stats = call.options, call.stats
         self.stats.mode = self.mode
         self._block_size = call.drafter.config.block_size
         self._session = self._make_session(call.drafter, call.target.config.get_text_config().vocab_size)
+        self._builder = TreeBuilder(call.drafter, call.target.config.get_text_config().vocab_size)
+        self._takes_trees = takes_trees
         self._has_failed = False
         self._verify_start = None
 
@@ -47,9 +52,8 @@ class Drafts:
         tree = DraftTree.empty()
         if room >= 1 and len(text) and not self._has_failed:
             try:
-                tokens = self._draft(text, min(self.options.num_assistant_tokens, room))
-                if tokens is not None:
-                    tree = DraftTree.chain(tokens)
+                depth = min(self.options.num_assistant_tokens, room)
+                tree = self._draft(text, depth) or tree
                 self._prepare_next(text, tree, room)
             except Exception as error:
                 self._fail(error)
@@ -58,10 +62,20 @@ class Drafts:
         self.stats.record_draft(len(tree), 1e3 * (self._verify_start - start))
         return tree
 
-    def _draft(self, text: torch.LongTensor, num_tokens: int) -> torch.LongTensor | None:
-        """Draft tokens, or `None`."""
+    def _draft(self, text: torch.LongTensor, depth: int) -> DraftTree | None:
+        """A draft of at most so many levels, or none."""
         self._session.prepare()
-        return self._session.draft(text, num_tokens)
+        if self.options.num_denoising_steps > 1:
+            return DraftTree(self._session.draft(text, depth))
+        return self._shaped(self._session.block(text, depth), depth)
+
+    def _shaped(self, block: Block | None, depth: int) -> DraftTree | None:
+        """A block's tree, or its chain."""
+        if block is None:
+            return None
+        if not self.options.draft_tree_size or not self._takes_trees:
+            return DraftTree(self._builder.chain(block, depth))
+        return self._builder.tree(block, self.options.draft_tree_size, depth)
 
     def _prepare_next(self, text: torch.LongTensor, tree: DraftTree, room: int):
         """What can be done for the round after this one, before the verification."""

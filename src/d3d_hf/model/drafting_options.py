@@ -21,6 +21,7 @@ class DraftingOptions:
 
     Attributes:
         num_assistant_tokens (`int`): Draft tokens per round, at most `block_size` (the default).
+        draft_tree_size (`int`, defaults to 0): Nodes of a draft tree; 0 for a chain.
         num_denoising_steps (`int`, defaults to 1): Forwards that one synchronous draft is spread over, left to right.
         drafting_mode (`str`, defaults to `"auto"`):
             `"sync"` drafts after each verdict; `"async"` drafts for every verdict while the target is verifying;
@@ -38,6 +39,7 @@ class DraftingOptions:
     """
 
     num_assistant_tokens: int
+    draft_tree_size: int = 0
     num_denoising_steps: int = 1
     drafting_mode: str = "auto"
     num_bonus_guesses: int = 3
@@ -70,11 +72,13 @@ class DraftingOptions:
 
         num_tokens = look_up("num_assistant_tokens", block_size, unset=_UNSET_NUM_ASSISTANT_TOKENS)
         num_steps = look_up("num_denoising_steps", cls.num_denoising_steps)
+        tree_size = look_up("draft_tree_size", cls.draft_tree_size)
         num_guesses = look_up("num_bonus_guesses", cls.num_bonus_guesses)
         slot_budget = look_up("draft_slot_budget", cls.draft_slot_budget)
         for name, value, least in (
             ("num_assistant_tokens", num_tokens, 1),
             ("num_denoising_steps", num_steps, 1),
+            ("draft_tree_size", tree_size, 0),
             ("num_bonus_guesses", num_guesses, 0),
             ("draft_slot_budget", slot_budget, block_size),
         ):
@@ -94,6 +98,7 @@ class DraftingOptions:
         return cls(
             num_assistant_tokens=min(num_tokens, block_size),
             num_denoising_steps=min(num_steps, block_size),
+            draft_tree_size=tree_size,
             num_bonus_guesses=num_guesses,
             draft_slot_budget=slot_budget,
             **choices,
