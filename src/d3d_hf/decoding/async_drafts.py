@@ -80,7 +80,7 @@ class AsyncDrafts(Drafts):
         self._branch_logits = block.logits
         if torch.isnan(block.logits).any():
             raise FloatingPointError("the drafter's logits are NaN")
-        return self._shaped(block, depth)
+        return self._shaped(block, text, depth)
 
     def _prepare_next(self, text: torch.LongTensor, tree: DraftTree, room: int):
         if room > 1:  # else the text ends with this round or the next, which has no room for a draft

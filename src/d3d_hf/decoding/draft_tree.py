@@ -13,14 +13,14 @@ class DraftTree:
         parents (`torch.LongTensor` of shape `(nodes,)`, *optional*):
             Of each node: 0 for the root, which is the last token of the text, `i` for the `i`-th node, counted from 1;
             none stands before its parent. `None` for a chain.
-        chances (`list[float]`, *optional*):
+        chances (`torch.Tensor` of shape `(nodes,)`, *optional*):
             Of each node, how likely the target's own text goes through it, as the drafter has it.
         sources (`list[str]`, *optional*): Of each node, who drafted it: `"model"` or `"text"`. Default: the model.
     """
 
     tokens: torch.LongTensor
     parents: torch.LongTensor | None = None
-    chances: list[float] | None = None
+    chances: torch.Tensor | None = None
     sources: list[str] | None = None
 
     @classmethod
@@ -29,6 +29,13 @@ class DraftTree:
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
+
+    def first(self, num_nodes: int) -> "DraftTree":
+        """The tree of its first nodes."""
+        if num_nodes >= len(self):
+            return self
+        parts = (part if part is None else part[:num_nodes] for part in (self.parents, self.chances, self.sources))
+        return DraftTree(self.tokens[:num_nodes], *parts)
 
     @property
     def is_chain(self) -> bool:

@@ -65,7 +65,9 @@ def decode(call: Call):
             path = walk(tree, output)
 
             passes.commit(output, path)
-            stats.record_verdict(len(path) + 1, start, time.perf_counter())
+            end = time.perf_counter()
+            stats.record_verdict(len(path) + 1, start, end)
+            drafts.observe(tree, path, output.num_context + len(tree), end - start)
     streamer = call.arguments.get("streamer")
     if streamer is not None:
         streamer.end()

@@ -90,7 +90,7 @@ class Walk:
         # On a GPU reading a choice back waits for the device: all nodes are chosen for together, then read once.
         device, vocab_size = call.input_ids.device, call.target.config.get_text_config().vocab_size
         self._draws_together = self._samples and device.type == "cuda" and self._are_rows_alone()
-        self._noise = ForeseenNoise(vocab_size, device) if self._draws_together else None
+        self._noise = call.noise = ForeseenNoise(vocab_size, device) if self._samples else None
 
     @property
     def text(self) -> torch.LongTensor:
@@ -138,7 +138,7 @@ class Walk:
                 break
             path.append(node)
         if drawn is not None:
-            self._noise.leave_generator(len(path) + 1)
+            self._noise.skip(len(path) + 1)
         return path
 
     def _swiftly(self, tree: DraftTree, output: PassOutput) -> list[int]:
@@ -182,7 +182,7 @@ class Walk:
         self.record_scores(scores, row)
         if not self._samples:
             return int(scores.argmax(dim=-1))
-        return int(torch.multinomial(scores.softmax(dim=-1), num_samples=1))
+        return int(self._noise.draw(scores.softmax(dim=-1)))
 
     def record_scores(self, scores: torch.Tensor, logits: torch.Tensor):
         """Of one emitted token, both of shape `(1, vocab)`."""
