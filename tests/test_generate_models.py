@@ -169,6 +169,7 @@ def test_another_vocabulary_is_refused_by_transformers(target):
 
 
 def recurrent_target(kind):
+    torch.manual_seed(1)  # far from ties, which a hybrid's two forms of linear attention round in different ways
     if kind == "recurrent":
         config = MambaConfig(vocab_size=67, hidden_size=32, num_hidden_layers=1, state_size=4)
         return MambaForCausalLM(config).eval()
