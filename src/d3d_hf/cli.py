@@ -9,7 +9,7 @@ from .commands.arguments import UsageError
 
 
 # Each is a module of d3d_hf.commands with `add_command(commands)`, which adds a parser and sets its `run(args)`. Such
-# a module imports what its work needs inside `run`, so that --help stays fast.
+# a module imports what its work needs inside `run`, so that --help needs neither torch nor transformers.
 _COMMANDS = (
     "generate",
     "info",
@@ -63,6 +63,8 @@ def main(argv: list[str] | None = None) -> int:
         argv = sys.argv[1:] if argv is None else argv
         args = make_parser().parse_args(argv)
         args.argv = ["d3d-hf", *argv]
+        from . import public  # noqa: F401  the package waits for this: see d3d_hf/__init__.py
+
         status = args.run(args)
         _leave_process_group()
         sys.stdout.flush()
