@@ -13,6 +13,7 @@ from .commands.arguments import UsageError
 _COMMANDS = (
     "generate",
     "info",
+    "doctor",
     "regenerate",
     "train",
     "evaluate",
@@ -63,8 +64,8 @@ def main(argv: list[str] | None = None) -> int:
         argv = sys.argv[1:] if argv is None else argv
         args = make_parser().parse_args(argv)
         args.argv = ["d3d-hf", *argv]
-        from . import public  # noqa: F401  the package waits for this: see d3d_hf/__init__.py
-
+        if getattr(args, "needs_package", True):
+            from . import public  # noqa: F401  the package waits for this: see d3d_hf/__init__.py
         status = args.run(args)
         _leave_process_group()
         sys.stdout.flush()
