@@ -114,7 +114,9 @@ def _look_at_hooks(findings: _Findings):
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from .. import D3DConfig, D3DDrafterForCausalLM, is_generation_hook_installed
+    from ..model.configuration_d3d import D3DConfig
+    from ..model.generation_hook import is_generation_hook_installed
+    from ..model.modeling_d3d import D3DDrafterForCausalLM
 
     if is_generation_hook_installed():
         findings.tell("hook", "in place: generate(assistant_model=drafter) drafts in blocks")
