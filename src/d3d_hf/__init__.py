@@ -2,8 +2,8 @@
 
 from .decoding import LoopDoor
 from .kernels import choose_tokens, register_packed_attention
-from .model import extensions
 from .model.configuration_d3d import D3DConfig
+from .model.extensions import extensions
 from .model.generation_hook import (
     install_generation_hook,
     is_generation_hook_installed,

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
-from . import extensions
 from .backbones import execution_device, max_draft_positions
+from .extensions import extensions
 from .packing import lay_out
 from .storage import GrowingCache
 

@@ -4,16 +4,22 @@ The package's `__init__` fills these in; nothing here imports what they are.
 """
 
 
-def storage_for(drafter, compile_drafter: bool | str):
-    """KV storage for a session whose passes are to run compiled; `None`: they run eagerly."""
-    return None
+class Extensions:
+    """One object, imported by name: code that is copied from a repository follows no other import of its folder."""
+
+    warm_up = None  # (drafter, max_context): compiles ahead
+    choose_tokens = None  # (logits, vocab_size, never_drafted): the fused greedy choice on GPUs
+
+    @staticmethod
+    def storage_for(drafter, compile_drafter: bool | str):
+        """KV storage for a session whose passes are to run compiled; `None`: they run eagerly."""
+        return None
+
+    @staticmethod
+    def count_eager(drafter, seconds: float):
+        """Told how long a generation has drafted eagerly, which decides when compiling pays."""
 
 
-def count_eager(drafter, seconds: float):
-    """Told how long a generation has drafted eagerly, which decides when compiling pays."""
+extensions = Extensions()
 
-
-warm_up = None  # (drafter, max_context): compiles ahead
-choose_tokens = None  # (logits, vocab_size, never_drafted): the fused greedy choice on GPUs
-
-__all__ = ["choose_tokens", "count_eager", "storage_for", "warm_up"]
+__all__ = ["Extensions", "extensions"]

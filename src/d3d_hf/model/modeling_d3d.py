@@ -8,7 +8,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from . import extensions
 from .adapters import (
     OWN_MODULES,
     attach_adapter,
@@ -29,6 +28,7 @@ from .candidate_generator import CandidateGeneratorDoor
 from .chained_head import ChainedHead
 from .checkpoints import hub_arguments, load_checked
 from .configuration_d3d import D3DConfig
+from .extensions import extensions
 from .generation_hook import install_generation_hook, open_door
 from .packing import PackedLayout, attention_masks
 
