@@ -26,6 +26,7 @@ def _one_thread_and_seed():
 def _synchronous_by_default(monkeypatch):
     """Tests count rounds; in the automatic mode times would decide them. Its own tests ask for it."""
     monkeypatch.setattr(DraftingOptions, "drafting_mode", "sync")
+    monkeypatch.setattr(DraftingOptions, "draft_tree_size", 0)
 
 
 @pytest.fixture(scope="session")

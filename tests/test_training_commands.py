@@ -14,9 +14,12 @@ from d3d_hf import D3DDrafterForCausalLM, D3DTrainer, D3DTrainingArguments
 from d3d_hf.cli import main
 from d3d_hf.testing import tiny_model, tiny_tokenizer
 from d3d_hf.training.acceptance import DraftOutcomes, play_rounds
+from d3d_hf.training.answer_decoding import Decoding
+from d3d_hf.training.chat_template import Template
 from d3d_hf.training.evaluate import evaluate_drafter
 from d3d_hf.training.prompts import Prompt
-from d3d_hf.training.regenerate import Decoding, Template, TransformersEngine, regenerate
+from d3d_hf.training.regenerate import regenerate
+from d3d_hf.training.transformers_engine import TransformersEngine
 
 
 BLOCK_SIZE = 4

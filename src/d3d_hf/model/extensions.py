@@ -1,19 +1,20 @@
-"""What the package adds to this folder, whose code runs without it where it came with a repository.
+"""What the package adds to this folder, whose code runs without it where it came with a repository."""
 
-The package's `__init__` fills these in; nothing here imports what they are.
-"""
+from collections.abc import Callable
+from typing import Any
 
 
 class Extensions:
-    """One object, imported by name: code that is copied from a repository follows no other import of its folder."""
+    """The package's `__init__` fills these in; nothing in this folder imports what they are."""
 
-    warm_up = None  # (drafter, max_context): compiles ahead
-    choose_tokens = None  # (logits, vocab_size, never_drafted): the fused greedy choice on GPUs
+    # (drafter, max_context): compiles ahead
+    warm_up: Callable | None = None
+    # (logits, vocab_size, never_drafted): the fused greedy choice on GPUs
+    choose_tokens: Callable | None = None
 
     @staticmethod
-    def storage_for(drafter, compile_drafter: bool | str):
+    def storage_for(drafter, compile_drafter: bool | str) -> Any:
         """KV storage for a session whose passes are to run compiled; `None`: they run eagerly."""
-        return None
 
     @staticmethod
     def count_eager(drafter, seconds: float):
@@ -22,4 +23,4 @@ class Extensions:
 
 extensions = Extensions()
 
-__all__ = ["Extensions", "extensions"]
+__all__ = ["extensions"]

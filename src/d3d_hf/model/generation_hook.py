@@ -75,6 +75,7 @@ class Call:
     stats: GenerationStats = field(default_factory=GenerationStats)
     has_begun: bool = False
     generator: Any = None  # the second door's
+    noise: Any = None  # of the draws to come, where the loop samples
 
     @property
     def model_kwargs(self) -> dict[str, Any]:

@@ -461,12 +461,12 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
             num_candidates, hidden)`; `None` where that is no way to correct, since the head is not a plain matrix, or
             the vocabulary is no larger.
         """
-        if num_candidates >= logits.shape[1] or not self._has_plain_head():
+        if num_candidates >= logits.shape[1] or not self.has_plain_head():
             return None
         values, tokens = logits.topk(num_candidates)
         return tokens, values, self.get_output_embeddings().weight[tokens]
 
-    def _has_plain_head(self) -> bool:
+    def has_plain_head(self) -> bool:
         """Whether logits are linear in the hidden state with the head's matrix: no scale, no soft cap, not packed."""
         head = self.get_output_embeddings()
         if type(head) is not nn.Linear or not head.weight.is_floating_point():
