@@ -2,8 +2,8 @@
 D3D: Decoupled Diffusion Drafting for Hugging Face transformers. The same text, in fewer target forwards.
 
 `import d3d_hf` imports torch and transformers, hooks into `generate` and registers with the Auto classes, so that
-`AutoModelForCausalLM.from_pretrained` knows a drafter from then on: see decoding/seam.py. In one process it waits: in the
-command line's own, whose --help and whose complaints about options should not take the seconds that torch takes.
+`AutoModelForCausalLM.from_pretrained` knows a drafter from then on: see decoding/seam.py. In one process it waits: in
+the command line's own, whose --help and whose complaints about options should not take the seconds that torch takes.
 Python imports a package before any of its modules, d3d_hf.cli too, so it is this file that has to tell. The wait ends
 when the options are parsed, before the command does anything, or with the first use of a public name.
 """
