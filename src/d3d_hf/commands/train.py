@@ -5,7 +5,7 @@ import os
 import sys
 
 from .arguments import UsageError, one_line
-from .train_options import CHAINED_HEAD_SIZE, OF_BACKBONES, TrainOptions, parse_options
+from .train_options import CHAINED_HEAD_SIZE, OF_BACKBONES, TrainOptions, parse_options, short_help
 from .train_output import recipe_of, save_final
 
 
@@ -14,8 +14,15 @@ _FINAL_FOLDER = "final"
 
 def add_command(commands):
     parser = commands.add_parser("train", help="train a drafter on its target's own responses", add_help=False)
-    # The options are those of transformers' TrainingArguments, which take seconds to import: `run` parses them.
-    parser.parse_known_args = lambda argv, namespace=None: (argparse.Namespace(run=run, options=list(argv)), [])
+
+    def parse(argv, namespace=None):
+        # The options are transformers' TrainingArguments too, which take seconds to import: `run` parses them.
+        if {"-h", "--help"}.intersection(argv):
+            print(short_help(), end="")
+            raise SystemExit(0)
+        return argparse.Namespace(run=run, options=list(argv)), []
+
+    parser.parse_known_args = parse
 
 
 def run(args: argparse.Namespace) -> int:

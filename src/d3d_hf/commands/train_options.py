@@ -1,10 +1,12 @@
 """The options of `d3d-hf train`, on the command line or in a config file, and what cannot be asked for together."""
 
+import argparse
 import difflib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
+from ..training.options import DrafterTrainingOptions
 from .arguments import UsageError, one_line, option
 
 
@@ -65,6 +67,34 @@ class TrainOptions:
     resume: bool = field(default=False, metadata={"help": "Go on from the last checkpoint in --output-dir."})
 
 
+_USAGE = {
+    "prog": "d3d-hf train",
+    "usage": "d3d-hf train [CONFIG.yaml | CONFIG.json] [--OPTION VALUE ...]",
+    "description": "Trains a drafter on its target's own responses. A config file holds the same options, by name; "
+    "those on the command line count more.",
+    "allow_abbrev": False,
+}
+
+
+def short_help() -> str:
+    """The help on the options that are not those of every training, which needs no import of transformers."""
+    parser = argparse.ArgumentParser(
+        **_USAGE,
+        epilog="Every training argument of transformers is an option too, such as --output-dir, --num-train-epochs, "
+        "--learning-rate, --per-device-train-batch-size and --bf16: `d3d-hf train --help-all` lists all of them.",
+    )
+    parser.add_argument("--help-all", action="store_true", help="list the training arguments of transformers as well")
+    for group, options in (("what is trained", TrainOptions), ("how a drafter is trained", DrafterTrainingOptions)):
+        section = parser.add_argument_group(group)
+        for found in fields(options):
+            text = found.metadata["help"]
+            if options is DrafterTrainingOptions:
+                text = f"{text.rstrip('.')} ({found.default})."
+            flag = {"action": "store_true"} if found.default is False else {"metavar": "VALUE"}
+            section.add_argument(f"--{found.name.replace('_', '-')}", help=text, **flag)
+    return parser.format_help()
+
+
 def parse_options(argv: list[str]):
     """The options and the `D3DTrainingArguments` of a command line, which a config file may come first in."""
     from transformers import HfArgumentParser
@@ -77,12 +107,11 @@ def parse_options(argv: list[str]):
 
     parser = Parser(
         (TrainOptions, D3DTrainingArguments),
-        prog="d3d-hf train",
-        usage="d3d-hf train [CONFIG.yaml | CONFIG.json] [--OPTION VALUE ...]",
-        description="Trains a drafter on its target's own responses. A config file holds the same options, by name; "
-        "those on the command line count more.",
-        allow_abbrev=False,
+        **_USAGE,
     )
+    if "--help-all" in argv:
+        parser.print_help()
+        raise SystemExit(0)
     if argv and not argv[0].startswith("-"):
         known = {action.dest for action in parser._actions} - {"help"}
         argv = [*_config_as_arguments(argv[0], known), *argv[1:]]
@@ -181,4 +210,4 @@ def _refuse_conflicts(options: TrainOptions, training):
         )
 
 
-__all__ = ["CHAINED_HEAD_SIZE", "OF_BACKBONES", "TrainOptions", "parse_options"]
+__all__ = ["CHAINED_HEAD_SIZE", "OF_BACKBONES", "TrainOptions", "parse_options", "short_help"]

@@ -78,19 +78,25 @@ class TreeBuilder(BlockReader):
             draws ([`Draws`], *optional*): How the target will draw. Default: it takes the likeliest.
         """
         laws = _Laws(self, block, depth, draws)
+        reads_are_free = block.logits.device.type == "cpu"
         scores = torch.zeros(1, device=block.logits.device)  # logarithms of the chances of this level's nodes
-        state, first = laws.root_state(), 0
-        levels = []
+        state, first, levels = laws.root_state(), 0, []
         for level in range(depth):
             children = scores[:, None] + laws.children(level, state)  # (nodes, candidates)
-            size = min(num_nodes, children.numel())
-            scores, places = children.flatten().topk(size)
+            scores, places = children.flatten().topk(min(num_nodes, children.numel()))
+            if reads_are_free and levels:  # those that others have crowded out are not expanded
+                best = torch.cat([*(known for known, _, _ in levels), scores])
+                if best.shape[0] > num_nodes:
+                    scores = scores[: int((scores >= best.topk(num_nodes).values[-1]).sum())]
+                    places = places[: scores.shape[0]]
+            if scores.shape[0] == 0:
+                break
             above = places // children.shape[1]
             tokens = laws.candidates[level, places % children.shape[1]]
             levels.append((scores, tokens, above + first))
             if level + 1 < depth:
                 state = laws.next_state(level + 1, tokens, None if state is None else state[above])
-            first = 1 if level == 0 else first + levels[-2][0].shape[0]
+            first += 1 if level == 0 else levels[-2][0].shape[0]
         scores, tokens, parents = (torch.cat(parts) for parts in zip(*levels))
         # Stable: of two that are as likely the one above stands first.
         order = scores.sort(descending=True, stable=True).indices[:num_nodes]

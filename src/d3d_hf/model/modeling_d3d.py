@@ -218,8 +218,6 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
                 f"{str(name)!r} is an adapter, which cannot be merged into a quantised base: load it without "
                 f"quantization_config, save it, and load what was saved with it."
             )
-        for argument in ("config", "subfolder", "revision", "adapter_kwargs", "_commit_hash"):  # the drafter's own
-            kwargs.pop(argument, None)
         base = load_base(config, **kwargs)
         check_base(config, base)
         wrapped = attach_adapter(cls._copy_of(base, config), str(name), subfolder=subfolder, **where)
@@ -267,6 +265,13 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
             save_adapter(self, save_directory)
         else:
             super().save_pretrained(save_directory, *args, **kwargs)
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """The name that PEFT asks for, which newer releases of transformers answer with a FutureWarning."""
+        if hasattr(PreTrainedModel, "is_activation_checkpointing"):
+            return self.is_activation_checkpointing
+        return super().is_gradient_checkpointing
 
     def get_input_embeddings(self) -> nn.Module:
         return self._backbone.get_input_embeddings()
