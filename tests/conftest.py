@@ -5,6 +5,7 @@ import re
 import sys
 import warnings
 
+import peft
 import pytest
 import torch
 import transformers
@@ -26,6 +27,7 @@ def _one_thread_and_seed():
 def _synchronous_by_default(monkeypatch):
     """Tests count rounds; in the automatic mode times would decide them. Its own tests ask for it."""
     monkeypatch.setattr(DraftingOptions, "drafting_mode", "sync")
+    monkeypatch.setattr(DraftingOptions, "draft_tree_size", 0)
 
 
 @pytest.fixture(scope="session")
@@ -43,11 +45,12 @@ def _folder_of(module) -> str:
 
 _OURS, _TRANSFORMERS = _folder_of(d3d_hf), _folder_of(transformers)
 _REPORTING = (__file__, warnings.__file__, _folder_of(logging), transformers_logging.__file__)
-# What may stand between a call of ours and the function that it calls: decorators, module calls, auto classes, and the
-# hook's wrappers, which hand on what the user gave.
+# What may stand between a call of ours and the function that it calls: decorators, module calls, auto classes, PEFT,
+# which asks a model for what it needs, and the hook's wrappers, which hand on what the user gave.
 _PASSED_THROUGH = (
     contextlib.__file__,
     _folder_of(torch),
+    _folder_of(peft),
     os.path.join(_TRANSFORMERS, "utils", ""),
     os.path.join(_TRANSFORMERS, "models", "auto", ""),
     os.path.join(_TRANSFORMERS, "integrations", "heterogeneity", ""),  # a config's attribute look-up

@@ -62,6 +62,15 @@ def test_loaded_merged_it_is_an_ordinary_drafter(case, loader, tmp_path):
     assert D3DDrafterForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
+def test_what_an_auto_class_adds_for_itself_is_not_handed_on_to_the_next(case):
+    """Its own Auto class is given them once more, and takes what it does not know for a part of the base's config."""
+    _, folder, expected = case
+    drafter = D3DDrafterForCausalLM.from_pretrained(
+        folder, _from_auto=True, _commit_hash="0", _of_a_later_release=1, code_revision="main", adapter_kwargs={}
+    )
+    torch.testing.assert_close(packed_logits(drafter), expected, atol=1e-4, rtol=1e-4)
+
+
 def test_loaded_beside_its_base_it_can_be_saved_again(case, tmp_path):
     _, folder, expected = case
     drafter = D3DDrafterForCausalLM.from_pretrained(folder, merge_adapter=False)

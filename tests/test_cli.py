@@ -463,15 +463,80 @@ def test_help_and_version_in_process(run):
     assert make_parser().prog == "d3d-hf"
 
 
-def test_as_a_module():
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"}
+HEAVY = {"torch", "transformers", "numpy", "peft", "accelerate", "huggingface_hub"}
+
+
+def imported_by(*command):
+    """Output of a process, and the packages that it has imported."""
     result = subprocess.run(
-        [sys.executable, "-m", "d3d_hf.cli", "--help"], capture_output=True, text=True, timeout=120, env=environment
+        [sys.executable, "-X", "importtime", *command], capture_output=True, text=True, timeout=120, env=ENVIRONMENT
     )
-    assert result.returncode == 0 and "generate" in result.stdout and "info" in result.stdout
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.startswith("import time:")]
+    return result.stdout, {line.split("|")[-1].strip().split(".")[0] for line in lines}
+
+
+def command_names():
+    (commands,) = (action for action in make_parser()._actions if action.dest == "command")
+    return list(commands.choices)
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in command_names())])
+def test_help_imports_nothing_heavy(command):
+    output, imported = imported_by("-m", "d3d_hf.cli", *command, "--help")
+    assert output.startswith(" ".join(["usage: d3d-hf", *command]))
+    assert "d3d_hf" in imported and not imported & HEAVY
+
+
+@pytest.fixture
+def script(tmp_path):
+    """The console script, as pip writes it."""
+    path = tmp_path / "d3d-hf"
+    path.write_text("import sys\nfrom d3d_hf.cli import main\nsys.exit(main())\n")
+    return path
+
+
+def test_the_script_imports_what_a_command_needs_when_it_runs(script):
+    output, imported = imported_by(script, "--help")
+    assert output.startswith("usage: d3d-hf") and not imported & HEAVY
+    output, imported = imported_by(script, "predict", "--help")
+    assert not imported & HEAVY
+    sizes = ("--target", "qwen3-32b", "--drafter", "qwen3-1.7b", "--hardware", "h200", "--acceptance", "0.9,0.8")
+    output, imported = imported_by(script, "predict", *sizes)
+    assert output and {"torch", "transformers"} <= imported
+
+
+def test_a_public_name_ends_the_wait_of_the_script(tmp_path):
+    path = tmp_path / "d3d-hf"
+    path.write_text(
+        "import sys, d3d_hf\n"
+        "assert 'torch' not in sys.modules\n"
+        "d3d_hf.D3DConfig\n"
+        "assert d3d_hf.is_generation_hook_installed()\n"
+        "from transformers import AutoConfig\n"
+        "assert AutoConfig.for_model('d3d', backbone_config={'model_type': 'llama'}).__class__ is d3d_hf.D3DConfig\n"
+        "assert d3d_hf.compile_target and d3d_hf.D3DTrainingArguments\n"
+    )
+    imported_by(path)
+
+
+def test_every_other_process_hooks_and_registers_at_import(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import d3d_hf\n"
+        "from transformers import AutoConfig, GenerationMixin\n"
+        "assert hasattr(GenerationMixin._assisted_decoding, '_d3d_original')\n"
+        "assert AutoConfig.for_model('d3d', backbone_config={'model_type': 'llama'})\n"
+    )
+    imported_by(path)
+    imported_by("-c", path.read_text())
+
+
+def test_as_a_module():
     result = subprocess.run(
         [sys.executable, "-m", "d3d_hf.cli", "info", "./nowhere"],
-        capture_output=True, text=True, timeout=120, env={**environment, "HF_HUB_OFFLINE": "1"},
+        capture_output=True, text=True, timeout=120, env=ENVIRONMENT,
     )  # fmt: skip
     assert result.returncode == 2 and result.stderr.startswith("d3d-hf: error: DRAFTER './nowhere'")
     assert "Traceback" not in result.stderr

@@ -5,15 +5,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from d3d_hf import D3DDrafterForCausalLM, drafting_session
+from d3d_hf import D3DDrafterForCausalLM
+from d3d_hf.model import drafting_session
+from d3d_hf.model.block import draftable
 from d3d_hf.model.drafting_session import DraftingSession
 from d3d_hf.model.packing import lay_out
-from d3d_hf.model.token_chooser import TokenChooser
 from d3d_hf.testing import ARCHITECTURES, tiny_model
 
 
 def session_of(drafter, **kwargs):
-    return DraftingSession(drafter, TokenChooser(67, **kwargs))
+    return DraftingSession(drafter, 67, **kwargs)
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -40,18 +41,18 @@ def test_every_draft_equals_an_uncached_one_whatever_the_history(drafter):
     def check(seed, history):
         """20 rounds; each keeps some of the text, appends other tokens and asks for a draft."""
         generator = torch.Generator().manual_seed(seed)
-        # Warpers that draw from the drafter's own logits, so that the law handed over can be compared.
-        session = session_of(drafter, warpers=[])
+        session = session_of(drafter)
         text = torch.randint(2, 67, (9,), generator=generator)
         for num_kept, num_new, num_tokens in history:
             new = torch.randint(2, 67, (num_new,), generator=generator)
             # mostly append, as generate does; sometimes go back to an earlier text
             text = torch.cat([text if num_kept > 10 else text[: max(num_kept, 1)], new])
-            draft = session.draft(text, num_tokens)
-            assert len(draft) == num_tokens
+            block = session.block(text, num_tokens)
             expected = laws_by_definition(drafter, text, num_tokens)
-            torch.testing.assert_close(draft.law, expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(block.logits, expected, atol=1e-5, rtol=1e-5)
             assert session.num_cached == len(text), "the cache holds the context and nothing else"
+            assert session.draft(text, num_tokens).tolist() == expected.argmax(dim=-1).tolist()
+            assert session.num_cached == len(text)
 
     check()
 
@@ -78,15 +79,15 @@ def test_a_long_prompt_is_fed_in_pieces(drafter, monkeypatch):
     monkeypatch.setattr(
         drafter, "packed_forward", lambda ids, *a, **k: widths.append(ids.shape[1]) or packed_forward(ids, *a, **k)
     )
-    draft = session_of(drafter, warpers=[]).draft(text, 4)
+    block = session_of(drafter).block(text, 4)
     assert widths == [16, 16, 16, 16, 6 + 3]
-    torch.testing.assert_close(draft.law, laws_by_definition(drafter, text, 4), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(block.logits, laws_by_definition(drafter, text, 4), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("num_steps", [2, 3, 4])
 def test_denoising_steps_fill_from_the_left(drafter, num_steps):
     """Each later step shows the tokens before it, so the last of `block_size` steps is autoregressive."""
-    session = DraftingSession(drafter, TokenChooser(67, warpers=[]), num_denoising_steps=num_steps)
+    session = session_of(drafter, num_denoising_steps=num_steps)
     text = torch.randint(2, 67, (12,))
     draft = session.draft(text, 4)
     assert session.num_cached == 12
@@ -94,10 +95,10 @@ def test_denoising_steps_fill_from_the_left(drafter, num_steps):
     for steps_left in range(num_steps, 0, -1):
         take = -(-(4 - shown) // steps_left)
         layout = lay_out(12, torch.tensor([[11]]), (3,), num_visible=torch.tensor([[shown]]))
-        ids = torch.cat([text, draft.tokens[:shown], torch.zeros(3 - shown, dtype=torch.long)])[None]
+        ids = torch.cat([text, draft[:shown], torch.zeros(3 - shown, dtype=torch.long)])[None]
         with torch.no_grad():
             expected = drafter.packed_forward(ids, layout).logits[0, 11 + shown : 11 + shown + take]
-        torch.testing.assert_close(draft.law[shown : shown + take], expected, atol=1e-5, rtol=1e-5)
+        assert draft[shown : shown + take].tolist() == expected.argmax(dim=-1).tolist()
         shown += take
     assert shown == 4
 
@@ -114,15 +115,15 @@ def test_the_text_may_outgrow_the_drafters_positions(caplog):
 
 def test_a_failed_pass_leaves_a_session_that_works(drafter, monkeypatch):
     text = torch.randint(2, 67, (12,))
-    session = session_of(drafter, warpers=[])
+    session = session_of(drafter)
     session.draft(text[:8], 4)
     layer = drafter.model.layers[-1]
     with monkeypatch.context() as patch:
         patch.setattr(layer, "forward", lambda *args, **kwargs: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             session.draft(text, 4)
-    draft = session.draft(text, 4)
-    torch.testing.assert_close(draft.law, laws_by_definition(drafter, text, 4), atol=1e-5, rtol=1e-5)
+    block = session.block(text, 4)
+    torch.testing.assert_close(block.logits, laws_by_definition(drafter, text, 4), atol=1e-5, rtol=1e-5)
 
 
 def test_close_frees_the_cache_and_can_be_repeated(drafter):
@@ -132,3 +133,12 @@ def test_close_frees_the_cache_and_can_be_repeated(drafter):
     session.close()
     assert session.num_cached == 0
     assert len(session.draft(torch.randint(2, 67, (3,)), 2)) == 2
+
+
+def test_what_may_be_drafted():
+    """Ids beyond the target's vocabulary are left out, the mask token gets -inf, the caller's logits stay."""
+    logits = torch.arange(10.0, dtype=torch.bfloat16).reshape(2, 5)
+    wide, narrow = draftable(logits, 7), draftable(logits, 3, never_drafted=[1, 9])
+    assert torch.equal(wide, logits), "fewer rows than the target has tokens: those are drafted"
+    assert narrow.tolist() == [[0.0, float("-inf"), 2.0], [5.0, float("-inf"), 7.0]]
+    assert torch.isfinite(logits).all()

@@ -1,10 +1,14 @@
 import os
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,3 +57,23 @@ def test_wheel_installs_and_imports(wheel, tmp_path):
     file, version, wheel_version = output.split()
     assert Path(file).parent == site / "d3d_hf"
     assert version == wheel_version == "0.1.0"
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+@pytest.mark.parametrize("name", ["constraints", "constraints-oldest"])
+def test_the_tested_packages_are_exact_and_within_the_ranges(name, python):
+    lines = (ROOT / "requirements" / f"{name}-{python}.txt").read_text().splitlines()
+    assert "make constraints" in lines[0]
+    pinned = [re.fullmatch(r"([a-z0-9-]+)==([0-9a-z.]+)", line) for line in lines if not line.startswith("#")]
+    assert len(pinned) > 50 and all(pinned), "every line is NAME==VERSION, and no build of one machine's alone"
+    versions = {match[1]: match[2] for match in pinned}
+    assert "torch" not in versions, "the Makefile's TORCH chooses it"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for requirement in map(Requirement, [*project["dependencies"], *extras["dev"], *extras["embedded"]]):
+        if requirement.name != "torch":
+            assert versions[canonicalize_name(requirement.name)] in requirement.specifier, requirement
+    if name == "constraints-oldest":
+        (supported,) = (Requirement(line) for line in project["dependencies"] if line.startswith("transformers"))
+        oldest = next(part.version for part in supported.specifier if part.operator == ">=")
+        assert versions["transformers"].startswith(f"{oldest}.")

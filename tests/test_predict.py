@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d3d_hf.cli import main
-from d3d_hf.commands import predict as predict_command
+from d3d_hf.commands import predict_options
 from d3d_hf.cost_model import (
     HARDWARE,
     AcceptanceProfile,
@@ -418,8 +418,8 @@ class TestCommand:
         assert json.loads(output.read_text())["predicted"][0]["tokens_per_round"] == pytest.approx(4.01)
 
     def test_every_device_can_be_named(self):
-        assert predict_command._DEVICES == tuple(HARDWARE)
-        assert predict_command._SCHEDULES == tuple(schedule.value for schedule in Schedule)
+        assert predict_options.DEVICES == tuple(HARDWARE)
+        assert predict_options.SCHEDULES == tuple(schedule.value for schedule in Schedule)
 
     def test_times_of_a_file(self, tmp_path, capsys):
         times = {

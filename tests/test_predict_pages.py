@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from d3d_hf.cli import main
-from d3d_hf.cost_model import AcceptanceProfile, Plan, RooflineForward, pages, predict
+from d3d_hf.cost_model import AcceptanceProfile, Plan, RooflineForward, predict
 from d3d_hf.cost_model.hardware import HARDWARE
+from d3d_hf.cost_model.page_assumptions import SLOT_ACCEPTANCE, assumed_forward
 from d3d_hf.cost_model.pages import TABLES, rendered
 from d3d_hf.cost_model.shapes import shape_config
 
@@ -21,9 +22,9 @@ PAGES = ("scaling.md", "when-it-pays.md")
 
 @pytest.fixture
 def _fresh_forwards():
-    pages._forward.cache_clear()
+    assumed_forward.cache_clear()
     yield
-    pages._forward.cache_clear()
+    assumed_forward.cache_clear()
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -39,7 +40,7 @@ def test_every_table_stands_in_a_page():
 
 
 def test_a_cell_is_the_prediction():
-    profile = AcceptanceProfile((pages.SLOT_ACCEPTANCE,) * 8)
+    profile = AcceptanceProfile((SLOT_ACCEPTANCE,) * 8)
     target, drafter = (RooflineForward(shape_config(f"qwen3-{size}"), HARDWARE["h200"]) for size in ("32b", "1.7b"))
     expected = [predict(target, drafter, profile, Plan(name, 8)).speedup for name in ("one-device", "two-devices")]
     expected = [f"{speedup:.2f}" for speedup in expected]
@@ -50,7 +51,7 @@ def test_a_cell_is_the_prediction():
 
 def test_other_hardware_gives_other_tables(monkeypatch, _fresh_forwards):
     before = TABLES["implied"](DOCS / "results")
-    pages._forward.cache_clear()
+    assumed_forward.cache_clear()
     monkeypatch.setitem(HARDWARE, "h200", replace(HARDWARE["h200"], peak_flops=1e13))
     assert TABLES["implied"](DOCS / "results") != before
 

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import os
 
 import numpy as np
 import pytest
@@ -13,7 +14,15 @@ from transformers import DynamicCache
 from d3d_hf import D3DConfig, D3DDrafterForCausalLM, D3DTrainer, D3DTrainingArguments
 from d3d_hf.cli import main
 from d3d_hf.model.packing import lay_out
-from d3d_hf.pruning import PruningGoal, Recovery, loop, prune_drafter, remove_layers, skip_layers
+from d3d_hf.pruning import (
+    PruningGoal,
+    Recovery,
+    measurements,
+    prune_after_training,
+    prune_drafter,
+    remove_layers,
+    skip_layers,
+)
 from d3d_hf.pruning.baselines import block_influence, removed_by_influence, removed_evenly, removed_from_end
 from d3d_hf.pruning.removal import merged_copy
 from d3d_hf.pruning.report import as_markdown, plot_report
@@ -373,7 +382,7 @@ def test_a_run_killed_anywhere_ends_the_same(rows, tmp_path, is_recovering, monk
     kwargs = {"recovery": recovery_of(rows), "train_reference": True} if is_recovering else {}
     goal = PruningGoal(num_removed=2)
     expected, report = prune(drafter_of(), rows, str(tmp_path / "whole"), goal, texts_per_pass=4, **kwargs)
-    replace, num_kills = loop.os.replace, 0
+    replace, num_kills = os.replace, 0
 
     def kill(*args):
         replace(*args)
@@ -382,7 +391,7 @@ def test_a_run_killed_anywhere_ends_the_same(rows, tmp_path, is_recovering, monk
     resumed = None
     while resumed is None:
         with monkeypatch.context() as patch:
-            patch.setattr("d3d_hf.pruning.progress.os.replace", kill)
+            patch.setattr("d3d_hf.pruning.resumable_run.os.replace", kill)
             try:
                 resumed = prune(drafter_of(), rows, str(tmp_path / "killed"), goal, texts_per_pass=4, **kwargs)
             except Killed:
@@ -411,7 +420,7 @@ def test_other_settings_do_not_go_on_with_a_run(rows, tmp_path, monkeypatch):
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "pass_times", kill)
+        patch.setattr(measurements, "pass_times", kill)
         with pytest.raises(Killed):
             attempt(PruningGoal(num_removed=1), seed=0)
     with pytest.raises(ValueError, match=r"begun with other settings: goal .*another output folder"):
@@ -431,7 +440,7 @@ def test_goals(rows, tmp_path, monkeypatch):
     def ms_per_layer(model):
         return {"packed_pass_ms": 10.0 * len(model.model.layers), "synchronous_pass_ms": 1.0}
 
-    monkeypatch.setattr(loop, "pass_times", ms_per_layer)
+    monkeypatch.setattr(measurements, "pass_times", ms_per_layer)
     _, report = prune(drafter_of(), rows, str(tmp_path / "ms"), PruningGoal(max_draft_ms=30))
     assert report["stopped_by"] == "max_draft_ms" and len(report["steps"]) == 2
     with pytest.raises(ValueError, match="takes 50.0 ms with all layers: there is nothing to prune"):
@@ -489,12 +498,14 @@ def test_removals_can_share_a_training(rows, tmp_path, monkeypatch):
     assert "2 training steps after every 2." in text and "progressive" in text and "(trained, the others not)" in text
 
 
-def test_the_trainer_prunes_with_its_own_data(rows, tmp_path):
+def test_a_trained_drafter_is_pruned_with_its_own_data(rows, tmp_path):
     arguments = D3DTrainingArguments(
         output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, max_steps=1, save_strategy="no"
     )
     trainer = D3DTrainer(drafter_of(), arguments, train_dataset=rows[12:])
-    pruned, report = trainer.prune({"a": rows[:3]}, {"a": rows[3:6]}, PruningGoal(num_removed=1), recovery_steps=1)
+    pruned, report = prune_after_training(
+        trainer, {"a": rows[:3]}, {"a": rows[3:6]}, PruningGoal(num_removed=1), recovery_steps=1
+    )
     assert pruned.config.num_hidden_layers == NUM_LAYERS - 1 and (tmp_path / "pruned" / "config.json").exists()
     assert report["settings"]["recovery"]["num_steps"] == 1
     assert trainer.model.config.num_hidden_layers == NUM_LAYERS

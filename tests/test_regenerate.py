@@ -20,17 +20,14 @@ from d3d_hf.cli import main
 from d3d_hf.testing import tiny_config, tiny_model, tiny_tokenizer
 from d3d_hf.training import chat_server, check_responses, load_responses
 from d3d_hf.training import regenerate as regenerating
+from d3d_hf.training.answer_decoding import Decoding, SamplePerRow
 from d3d_hf.training.chat_server import ChatServer, ServerError
+from d3d_hf.training.chat_template import Template
 from d3d_hf.training.prompts import Prompt, load_prompts
-from d3d_hf.training.regenerate import (
-    Decoding,
-    SamplePerRow,
-    ServerEngine,
-    Template,
-    TransformersEngine,
-    regenerate,
-)
+from d3d_hf.training.regenerate import regenerate
 from d3d_hf.training.responses import ResponseFolder, tokenizer_fingerprint
+from d3d_hf.training.server_engine import ServerEngine
+from d3d_hf.training.transformers_engine import TransformersEngine
 
 
 MAX_NEW_TOKENS = 12

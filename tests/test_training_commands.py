@@ -12,11 +12,16 @@ from safetensors.torch import load_file
 
 from d3d_hf import D3DDrafterForCausalLM, D3DTrainer, D3DTrainingArguments
 from d3d_hf.cli import main
+from d3d_hf.commands.train_options import TrainOptions
 from d3d_hf.testing import tiny_model, tiny_tokenizer
 from d3d_hf.training.acceptance import DraftOutcomes, play_rounds
+from d3d_hf.training.answer_decoding import Decoding
+from d3d_hf.training.chat_template import Template
 from d3d_hf.training.evaluate import evaluate_drafter
+from d3d_hf.training.options import DrafterTrainingOptions
 from d3d_hf.training.prompts import Prompt
-from d3d_hf.training.regenerate import Decoding, Template, TransformersEngine, regenerate
+from d3d_hf.training.regenerate import regenerate
+from d3d_hf.training.transformers_engine import TransformersEngine
 
 
 BLOCK_SIZE = 4
@@ -156,10 +161,14 @@ def test_a_config_file_is_overridden_by_what_follows_it(run, tmp_path, kind):
 
 
 def test_every_training_argument_is_an_option(run):
-    status, out, _ = run("train", "--help")
+    status, out, _ = run("train", "--help-all")
     assert status == 0
     for argument in dataclasses.fields(D3DTrainingArguments):
         assert not argument.init or f"--{argument.name} " in out or f"--{argument.name}," in out, argument.name
+    status, out, _ = run("train", "--help")
+    assert status == 0 and "--help-all" in out
+    for argument in (*dataclasses.fields(TrainOptions), *dataclasses.fields(DrafterTrainingOptions)):
+        assert f"--{argument.name.replace('_', '-')} " in out, argument.name
 
 
 def test_lora_is_kept_as_an_adapter_where_asked(train, tmp_path):

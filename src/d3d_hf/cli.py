@@ -9,10 +9,11 @@ from .commands.arguments import UsageError
 
 
 # Each is a module of d3d_hf.commands with `add_command(commands)`, which adds a parser and sets its `run(args)`. Such
-# a module imports what its work needs inside `run`, so that --help stays fast.
+# a module imports what its work needs inside `run`, so that --help needs neither torch nor transformers.
 _COMMANDS = (
     "generate",
     "info",
+    "doctor",
     "regenerate",
     "train",
     "evaluate",
@@ -63,6 +64,8 @@ def main(argv: list[str] | None = None) -> int:
         argv = sys.argv[1:] if argv is None else argv
         args = make_parser().parse_args(argv)
         args.argv = ["d3d-hf", *argv]
+        if getattr(args, "needs_package", True):
+            from .decoding import seam  # noqa: F401  the package waits for this: see d3d_hf/__init__.py
         status = args.run(args)
         _leave_process_group()
         sys.stdout.flush()

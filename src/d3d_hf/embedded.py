@@ -234,7 +234,7 @@ def _read_tokenizer(gguf_path: Path, max_length: int) -> transformers.PreTrained
     Builds the tokenizer from the file's vocabulary.
 
     transformers' own conversion loses the splitting of digits, so that a blank line before a number becomes other
-    tokens than the model was trained on, and takes `<|im_start|>` for the EOS token in 5.17.
+    tokens than the model was trained on.
     """
     from gguf import GGUFReader
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers

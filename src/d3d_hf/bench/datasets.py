@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..training.chat_template import Template
 from ..training.prompts import Prompt, load_prompts, prompts_digest
-from ..training.regenerate import Template
 
 
 _MATHS = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."

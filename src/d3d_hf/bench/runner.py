@@ -10,7 +10,7 @@ from dataclasses import asdict
 import torch
 from transformers import GenerationConfig
 
-from ..pruning.progress import ResumableRun
+from ..pruning.resumable_run import ResumableRun
 from ..training.prompts import Prompt
 from .comparison import first_difference
 from .datasets import PromptSet

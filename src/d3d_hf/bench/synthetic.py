@@ -12,6 +12,7 @@ import torch
 
 from ..cost_model.acceptance import check_probabilities, first_slots
 from ..decoding import make_drafts
+from ..decoding.draft_tree import DraftTree
 from ..model.backbones import cache_argument
 
 
@@ -104,9 +105,9 @@ class ImposedAcceptance:
 class _ImposedDrafts:
     """Goes before the class of a call's drafts."""
 
-    def _draft(self, text: torch.LongTensor, num_tokens: int) -> torch.LongTensor | None:
-        tokens = super()._draft(text, num_tokens)
-        return None if tokens is None else self.imposed.draft(text.shape[0], len(tokens))
+    def _draft(self, text: torch.LongTensor, depth: int) -> DraftTree | None:
+        tree = super()._draft(text, depth)
+        return None if tree is None else DraftTree(self.imposed.draft(text.shape[0], min(len(tree), depth)))
 
 
 @functools.cache

@@ -4,7 +4,7 @@ import argparse
 import sys
 from dataclasses import asdict, dataclass
 
-from .arguments import UsageError, one_line, real_number, whole_number
+from .arguments import UsageError, one_line, option, real_number, whole_number
 
 
 _SAMPLING_OPTIONS = ("top_k", "top_p", "min_p")
@@ -112,7 +112,7 @@ def _refuse_conflicts(args: argparse.Namespace):
         for name in ("compare", "json", "no_chat_template"):
             if getattr(args, name):
                 raise UsageError(
-                    f"--chat and {_option(name)} exclude each other: give one prompt with --prompt instead"
+                    f"--chat and {option(name)} exclude each other: give one prompt with --prompt instead"
                 )
     if args.no_chat_template and args.system is not None:
         raise UsageError(
@@ -123,13 +123,9 @@ def _refuse_conflicts(args: argparse.Namespace):
         for name in _SAMPLING_OPTIONS:
             if getattr(args, name) is not None:
                 raise UsageError(
-                    f"{_option(name)} {getattr(args, name)} does nothing at --temperature 0, which is greedy: give a "
+                    f"{option(name)} {getattr(args, name)} does nothing at --temperature 0, which is greedy: give a "
                     "--temperature above 0, or leave it out"
                 )
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _read_prompt(prompt: str | None) -> str:

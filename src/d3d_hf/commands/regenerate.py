@@ -1,11 +1,10 @@
 """`d3d-hf regenerate`: writes a target's own answers to a prompt set, the data that drafters are trained on."""
 
 import argparse
-import json
 import os
 import sys
 
-from .arguments import UsageError, one_line, real_number, whole_number
+from .arguments import UsageError, one_line, option, real_number, template_settings, whole_number
 
 
 _OF_TRANSFORMERS = ("batch_size", "dtype", "device", "attn_implementation")
@@ -83,11 +82,12 @@ def add_command(commands):
 
 
 def run(args: argparse.Namespace) -> int:
-    settings = _template_settings(args.template_arg)
+    settings = template_settings(args.template_arg)
     api_key = _refuse_conflicts(args)
+    from ..training.answer_decoding import Decoding
     from ..training.chat_server import ServerError
     from ..training.prompts import load_prompts
-    from ..training.regenerate import Decoding, regenerate
+    from ..training.regenerate import regenerate
 
     try:
         decoding = Decoding(args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.seed)
@@ -137,7 +137,7 @@ def _refuse_conflicts(args: argparse.Namespace) -> str | None:
         if value is not None:
             other = "transformers" if is_server else "openai"
             raise UsageError(
-                f"--{name.replace('_', '-')} {value!r} is for --engine {other}, and the engine is {args.engine!r}: "
+                f"{option(name)} {value!r} is for --engine {other}, and the engine is {args.engine!r}: "
                 f"leave it out, or give --engine {other}"
             )
     if not is_server:
@@ -156,24 +156,13 @@ def _refuse_conflicts(args: argparse.Namespace) -> str | None:
     return api_key
 
 
-def _template_settings(pairs: list[str]) -> dict:
-    settings = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or not key:
-            raise UsageError(f"--template-arg {pair!r} is no KEY=VALUE: give one like enable_thinking=false")
-        try:
-            settings[key] = json.loads(value)
-        except ValueError:
-            settings[key] = {"True": True, "False": False, "None": None}.get(value, value)
-    return settings
-
-
 def _make_engine(args: argparse.Namespace, decoding, settings: dict, api_key: str | None, state):
     """The target's name, what answers, and the template."""
     from .. import embedded
     from ..training.chat_server import ChatServer
-    from ..training.regenerate import ServerEngine, Template, TransformersEngine
+    from ..training.chat_template import Template
+    from ..training.server_engine import ServerEngine
+    from ..training.transformers_engine import TransformersEngine
     from .loading import load_target, load_tokenizer, usable_device
 
     target = args.target or embedded.TARGET_NAME

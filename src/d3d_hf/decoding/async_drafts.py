@@ -30,13 +30,13 @@ class AsyncDrafts(Drafts):
     made on the caller's thread. The first round has no draft: the drafter's prefill runs beside the target's.
 
     Args:
-        call ([`Call`]): The call.
+        call, takes_trees: As in [`Drafts`].
     """
 
     mode = "async"
 
-    def __init__(self, call: Call):
-        super().__init__(call)
+    def __init__(self, call: Call, takes_trees: bool = True):
+        super().__init__(call, takes_trees)
         self._cpu_share, self._shares_cpu = CpuThreadShare(), False
         self._worker = self._make_worker(call.drafter)  # starts no thread before its first job
         self._finalizer = weakref.finalize(self, _shut_down, self._worker, self._session, self._cpu_share)
@@ -56,7 +56,7 @@ class AsyncDrafts(Drafts):
         self._shares_cpu = device.type == "cpu"
         return ThreadWorker(device, self._cpu_share.worker_share() if self._shares_cpu else None)
 
-    def _draft(self, text: torch.LongTensor, num_tokens: int) -> torch.LongTensor | None:
+    def _draft(self, text: torch.LongTensor, depth: int) -> DraftTree | None:
         """The draft of the branch that the verdict selects; `None` without one."""
         pending, self._pending = self._pending, None
         self._branch_logits = None
@@ -76,10 +76,11 @@ class AsyncDrafts(Drafts):
             self._count_hit("none")
             return None
         self._count_hit("masked" if drafts.branches[branch].guess is None else "guessed")
-        self._branch_logits = self._session.logits_of(drafts, branch)
-        if torch.isnan(self._branch_logits).any():
+        block = self._session.block_of(drafts, branch, new_tokens[-1])
+        self._branch_logits = block.logits
+        if torch.isnan(block.logits).any():
             raise FloatingPointError("the drafter's logits are NaN")
-        return self._session.draft_of(drafts, branch, new_tokens[-1], num_tokens, self._branch_logits)
+        return self._shaped(block, text, depth)
 
     def _prepare_next(self, text: torch.LongTensor, tree: DraftTree, room: int):
         if room > 1:  # else the text ends with this round or the next, which has no room for a draft

@@ -7,6 +7,7 @@ import torch
 from ..model.generation_hook import Call
 from .async_drafts import AsyncDrafts
 from .draft_tree import DraftTree
+from .drafts import Drafts
 from .mode_selector import ModeSelector
 
 
@@ -17,13 +18,13 @@ class AutoDrafts(AsyncDrafts):
     target's prefill alone.
 
     Args:
-        call ([`Call`]): The call.
+        call, takes_trees: As in [`Drafts`].
     """
 
     mode = "auto"
 
-    def __init__(self, call: Call):
-        super().__init__(call)
+    def __init__(self, call: Call, takes_trees: bool = True):
+        super().__init__(call, takes_trees)
         self._selector = ModeSelector()
         self.stats.mode_choices = self._selector.choices
         self._way = None
@@ -42,19 +43,20 @@ class AutoDrafts(AsyncDrafts):
         self._round_start, self._length_before = time.perf_counter(), len(text)
         return super().next(text, room)
 
-    def _draft(self, text: torch.LongTensor, num_tokens: int) -> torch.LongTensor | None:
+    def _draft(self, text: torch.LongTensor, depth: int) -> DraftTree | None:
         if self._way == "async" and self._pending is not None:
-            return super()._draft(text, num_tokens)
+            return super()._draft(text, depth)
         self._discard_pending()
         self._branch_logits = None
         if self._way == "none":
             return None
         num_fed = text.shape[0] - self._session.num_cached + self._block_size - 1
         start = time.perf_counter()
-        draft = self._session.draft(text, num_tokens)
-        draft.cpu()  # waits for the device
+        tree = Drafts._draft(self, text, depth)
+        tree = tree or DraftTree.empty()
+        tree.tokens.cpu()  # waits for the device
         self._passes.append((num_fed, time.perf_counter() - start))
-        return draft
+        return tree
 
     def _prepare_next(self, text: torch.LongTensor, tree: DraftTree, room: int):
         if self._way == "async":

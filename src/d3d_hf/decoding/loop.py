@@ -17,7 +17,7 @@ from ..model.generation_hook import Call, Door, logger
 from .async_drafts import AsyncDrafts
 from .auto_drafts import AutoDrafts
 from .drafts import Drafts
-from .target_pass import TargetPasses, growing_cache, reason_not_to_pass
+from .target_pass import TargetPasses, growing_cache, reason_not_to_pass, takes_trees
 from .walk import Walk
 
 
@@ -65,7 +65,9 @@ def decode(call: Call):
             path = walk(tree, output)
 
             passes.commit(output, path)
-            stats.record_verdict(len(path) + 1, start, time.perf_counter())
+            end = time.perf_counter()
+            stats.record_verdict(len(path) + 1, start, end)
+            drafts.observe(tree, path, output.num_context + len(tree), end - start)
     streamer = call.arguments.get("streamer")
     if streamer is not None:
         streamer.end()
@@ -75,7 +77,9 @@ def decode(call: Call):
 def make_drafts(call: Call) -> Drafts:
     """Where a call's drafts come from, by its drafting mode, or a drafter's own `make_drafts(call)`, if it has one."""
     own = getattr(call.drafter, "make_drafts", None)
-    return _DRAFTS[call.options.drafting_mode](call) if own is None else own(call)
+    if own is not None:
+        return own(call)
+    return _DRAFTS[call.options.drafting_mode](call, takes_trees(call))
 
 
 def _result(call: Call, walk: Walk):

@@ -23,21 +23,28 @@ class ForeseenNoise:
     Args:
         vocab_size (`int`): Of the laws that are drawn from, one row at a time.
         device (`torch.device`): Where they are drawn.
+
+    Attributes:
+        is_foreseeable (`bool`): Whether nobody else was seen to draw from the generator between the draws.
     """
 
     def __init__(self, vocab_size: int, device: torch.device):
         self._generator = default_generator(device)
         self._shape, self._device = (1, vocab_size), device
-        self._forget()
+        self.is_foreseeable = True
+        self._begin_anew()
 
-    def _forget(self):
+    def _begin_anew(self):
         self._rows, self._states = [], [self._generator.get_state()]
+
+    def _is_current(self) -> bool:
+        """Whether the generator stands where it is thought to stand."""
+        return torch.equal(self._generator.get_state(), self._states[0])
 
     def row(self, index: int) -> torch.Tensor:
         """The noise of a draw to come, counted from 0: float32, of shape `(1, vocab_size)`. Each is drawn once."""
-        if not self.is_current():
-            self._forget()
         if len(self._rows) <= index:
+            here = self._generator.get_state()
             self._generator.set_state(self._states[-1])
             try:
                 while len(self._rows) <= index:
@@ -45,24 +52,35 @@ class ForeseenNoise:
                     self._rows.append(empty.exponential_(generator=self._generator))
                     self._states.append(self._generator.get_state())
             finally:
-                self._generator.set_state(self._states[0])
+                self._generator.set_state(here)
         return self._rows[index]
 
-    def is_current(self) -> bool:
-        """Whether the generator stands where it is thought to stand: nobody else has drawn from it."""
-        return torch.equal(self._generator.get_state(), self._states[0])
+    def draw(self, probs: torch.Tensor) -> torch.LongTensor:
+        """
+        `torch.multinomial(probs, 1)`, of noise that may have been foreseen.
 
-    def leave_generator(self, num_draws: int):
-        """Leaves the generator where so many draws would have left it. The noise of the draws after them is kept."""
+        Args:
+            probs (`torch.Tensor` of shape `(1, vocab_size)`): A law.
+
+        Returns:
+            `torch.LongTensor` of shape `(1, 1)`.
+        """
+        if not self._is_current():  # a processor has drawn, say
+            self.is_foreseeable = False
+            self._begin_anew()
+        if probs.shape != self._shape or probs.dtype != torch.float32:
+            token = torch.multinomial(probs, num_samples=1)
+            self._begin_anew()
+            return token
+        token = (probs / self.row(0)).argmax(dim=-1, keepdim=True)
+        self.skip(1)
+        return token
+
+    def skip(self, num_draws: int):
+        """Leaves the generator where so many draws leave it, and keeps the noise of those after them."""
         self.row(num_draws - 1)
         self._generator.set_state(self._states[num_draws])
-        self.forget_drawn(num_draws)
-
-    def forget_drawn(self, num_draws: int):
-        """So many draws were made by PyTorch itself."""
         del self._rows[:num_draws], self._states[:num_draws]
-        if not self._states:
-            self._forget()
 
 
 __all__ = ["ForeseenNoise", "default_generator"]

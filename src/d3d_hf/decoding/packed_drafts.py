@@ -6,12 +6,12 @@ the first stands where the bonus will be, so it serves any bonus. A *guess* bran
 as a synchronous draft if the guess is right.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from ..model.block import Block
 from ..model.drafting_session import MAX_CONTEXT_PER_PASS, DraftingSession
 from ..model.packing import lay_out
 from .planner import Branch, plan_branches
@@ -60,7 +60,6 @@ def guesses_without(candidates: torch.LongTensor, rejected: Sequence[int], num_g
 class PackedSession(DraftingSession):
     """A drafting session that drafts for every verdict. Runs wherever the worker runs it; one job at a time."""
 
-    @torch.no_grad()
     def pack(
         self,
         text: torch.LongTensor,
@@ -83,17 +82,8 @@ class PackedSession(DraftingSession):
                 Guesses for each verdict; by default they come from a first small forward over the context.
             max_branches, verdict_chances: As in [`plan_branches`].
         """
-        self._open()
-        start = time.perf_counter()
         arguments = (text, num_committed, round_id, num_guesses, slot_guesses, max_branches, verdict_chances)
-        try:
-            with self._current_device():
-                return self._pack(*arguments)
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            self._drafting_seconds += time.perf_counter() - start
+        return self._run(self._pack, *arguments)
 
     def _pack(self, text, num_committed, round_id, num_guesses, slot_guesses, max_branches, verdict_chances):
         drafter, size = self._drafter, self._drafter.config.block_size
@@ -124,7 +114,7 @@ class PackedSession(DraftingSession):
             num_cached=text.shape[0] - context.shape[0],
             bidirectional=drafter.config.block_attention == "bidirectional",
         )
-        ids = self._embeddable(torch.cat([context, slots.flatten().to(device)]))[None]
+        ids = self.reader.embeddable(torch.cat([context, slots.flatten().to(device)]))[None]
         outputs = drafter.packed_forward(ids, layout, cache=self._cache, logits_to_keep=None)
         self._cache.crop(-slots.numel())
         hidden_states = outputs.hidden_states[-1][0, context.shape[0] :]
@@ -134,21 +124,16 @@ class PackedSession(DraftingSession):
         """A forward over the context alone; the logits of its last rows, shape `(num_rows, vocab_size)`."""
         layout = lay_out(context.shape[0], num_cached=self._cache.get_seq_length(), device=context.device)
         logits = self._drafter.packed_forward(
-            self._embeddable(context)[None], layout, cache=self._cache, logits_to_keep=num_rows
+            self.reader.embeddable(context)[None], layout, cache=self._cache, logits_to_keep=num_rows
         ).logits[0]
-        return self._draftable(logits)
+        return self.reader.draftable(logits)
 
     @torch.no_grad()
-    def logits_of(self, drafts: PackedDrafts, branch: int) -> torch.Tensor:
-        """The logits of one branch's slots, shape `(block_size, embedding_rows)`; on the caller's thread."""
-        return self._drafter.project(drafts.hidden_states[branch], getattr(self._cache, "backbone", None))
-
-    def draft_of(
-        self, drafts: PackedDrafts, branch: int, bonus: int, num_tokens: int, logits: torch.Tensor
-    ) -> torch.LongTensor:
-        """The draft of one branch, from its slots' logits and the bonus that turned up; on the caller's thread."""
-        seen = drafts.branches[branch].guess is not None
-        return self.choose(drafts.hidden_states[branch], logits, num_tokens, bonus=None if seen else bonus)
+    def block_of(self, drafts: PackedDrafts, branch: int, bonus: int) -> Block:
+        """The block of one branch, for the bonus that turned up; on the caller's thread."""
+        hidden_states = drafts.hidden_states[branch]
+        logits = self._drafter.project(hidden_states, getattr(self._cache, "backbone", None))
+        return Block(hidden_states, logits, bonus if drafts.branches[branch].guess is None else None)
 
 
 __all__ = ["PackedDrafts", "PackedSession", "guesses_without"]

@@ -48,14 +48,17 @@ def reason_not_to_pass(call: Call) -> str | None:
     return None
 
 
-def can_take_trees(target) -> bool:
-    """Whether the target's attention goes by masks and positions alone."""
-    config = target.config.get_text_config()
+def takes_trees(call: Call) -> bool:
+    """Whether the target's attention goes by masks and positions alone, so that a pass may be more than a chain."""
+    config = call.target.config.get_text_config()
+    is_asked_for_layers = call.generation_config.output_attentions or call.generation_config.output_hidden_states
+    if call.model_kwargs.get("attention_mask") is not None or call.model_kwargs.get("position_ids") is None:
+        return False
     try:
         refuse_unpackable(config)
     except ValueError:
         return False
-    return config._attn_implementation in _TREE_ATTENTION
+    return config._attn_implementation in _TREE_ATTENTION and not is_asked_for_layers
 
 
 @contextlib.contextmanager
@@ -146,7 +149,6 @@ class TargetPasses:
         self._keeps_logits = "logits_to_keep" in self._kwargs
         self._chunk = call.generation_config.prefill_chunk_size
         self._is_first = True
-        self.takes_trees = self._mask is None and self._positions is not None and can_take_trees(call.target)
 
     @property
     def num_cached(self) -> int:
@@ -159,7 +161,7 @@ class TargetPasses:
 
         Args:
             new_ids (`torch.LongTensor` of shape `(1, length)`): What the target has not read of the text.
-            tree ([`DraftTree`]): The draft, a chain unless `takes_trees`.
+            tree ([`DraftTree`]): The draft, a chain unless the call [`takes_trees`].
         """
         most = self._chunk or (None if tree.is_chain else _MOST_CONTEXT_WITH_TREE)
         while most is not None and new_ids.shape[1] > most:
@@ -178,8 +180,15 @@ class TargetPasses:
         num_tokens = ids.shape[1]
         if self._keeps_logits:
             kwargs["logits_to_keep"] = len(tree) + 1
+        layout = None
+        if not tree.is_chain:
+            layout = lay_out_tree(new_ids.shape[1], tree.parents, num_cached, device=self._target.device)
         if self._positions is not None:
-            kwargs["position_ids"] = self._positions_of(num_cached, new_ids.shape[1], tree)
+            positions = self._positions_of(num_cached, num_tokens if tree.is_chain else new_ids.shape[1])
+            if layout is not None:
+                depths = layout.position_ids[:, new_ids.shape[1] :] - (num_cached + new_ids.shape[1] - 1)
+                positions = torch.cat([positions, positions[:, -1:] + depths], dim=1)
+            kwargs["position_ids"] = positions
         kwargs["attention_mask"] = None
         if self._mask is not None:
             missing = num_cached + num_tokens - self._mask.shape[1]
@@ -188,26 +197,22 @@ class TargetPasses:
                 kwargs["attention_mask"] = torch.cat([self._mask, self._mask.new_ones(1, missing)], dim=1)
         inputs = self._target.prepare_inputs_for_generation(ids, is_first_iteration=self._is_first, **kwargs)
         self._is_first = False
-        if not tree.is_chain:
-            layout = lay_out_tree(new_ids.shape[1], tree.parents, num_cached, device=self._target.device)
+        if layout is not None:
             config = self._target.config.get_text_config()
             inputs["attention_mask"] = attention_masks(layout, config, self._target.dtype)
         return self._target(**inputs, return_dict=True)
 
-    def _positions_of(self, num_cached: int, num_context: int, tree: DraftTree) -> torch.LongTensor:
-        """Positions of the pass, which go on from the caller's: shape `(1, tokens)`."""
+    def _positions_of(self, num_cached: int, num_tokens: int) -> torch.LongTensor:
+        """Positions of text from `num_cached` on, which go on from the caller's: shape `(1, num_tokens)`."""
         given = self._positions
         start = num_cached - self._prompt_length  # of this pass, counted from the prompt's end
         first = given.shape[1] + start
-        context = given[:, first : first + num_context]
-        missing = num_context - context.shape[1]
+        positions = given[:, max(first, 0) : max(first + num_tokens, 0)] if start < 0 else given[:, :0]
+        missing = num_tokens - positions.shape[1]
         if missing:
             steps = torch.arange(max(start, 0) + 1, max(start, 0) + 1 + missing, device=given.device)
-            context = torch.cat([context, given[:, -1:] + steps], dim=1)
-        if not len(tree):
-            return context
-        depths = torch.tensor(tree.depths[1:], device=given.device)
-        return torch.cat([context, context[:, -1:] + depths], dim=1)
+            positions = torch.cat([positions, given[:, -1:] + steps], dim=1)
+        return positions
 
     def commit(self, output: PassOutput, path: list[int]):
         """
@@ -221,4 +226,4 @@ class TargetPasses:
         self._cache.keep(start, [start - 1 + node for node in path])
 
 
-__all__ = ["PassOutput", "TargetPasses", "can_take_trees", "growing_cache", "reason_not_to_pass"]
+__all__ = ["PassOutput", "TargetPasses", "growing_cache", "reason_not_to_pass", "takes_trees"]

@@ -9,6 +9,7 @@ what everybody else sees of it, is plain decoding's, whatever was drafted.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import (
     EpsilonLogitsWarper,
@@ -23,7 +24,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from ..model.candidate_generator import attended_tokens
 from ..model.generation_hook import Call
-from .draft_tree import DraftTree
+from ..model.packing import ancestor_table
+from .draft_tree import DraftTree, Paths
 from .noise import ForeseenNoise
 from .target_pass import PassOutput
 
@@ -62,6 +64,7 @@ class Walk:
         self._criteria = arguments.get("stopping_criteria") or []
         self._streamer = arguments.get("streamer")
         self._samples = bool(config.do_sample)
+        self._block_size = call.drafter.config.block_size
         self.input_ids = call.input_ids
         mask = arguments.get("attention_mask")
         self._attended = attended_tokens(call.input_ids, mask).cpu()
@@ -87,7 +90,7 @@ class Walk:
         # On a GPU reading a choice back waits for the device: all nodes are chosen for together, then read once.
         device, vocab_size = call.input_ids.device, call.target.config.get_text_config().vocab_size
         self._draws_together = self._samples and device.type == "cuda" and self._are_rows_alone()
-        self._noise = ForeseenNoise(vocab_size, device) if self._draws_together else None
+        self._noise = call.noise = ForeseenNoise(vocab_size, device) if self._samples else None
 
     @property
     def text(self) -> torch.LongTensor:
@@ -122,29 +125,25 @@ class Walk:
         if self._is_swift:
             return self._swiftly(tree, output)
         if self._draws_together:
-            drawn, tokens = self._draw_together(tree, output.logits)
+            drawn, paths = self._draw_together(tree, output.logits)
         else:
-            drawn, tokens = None, tree.tokens.tolist()
-        children, node, path = tree.children(tokens), 0, []
+            drawn, paths = None, tree.read()
+        node, path = 0, []
         while True:
             token = self._choose(output.logits[node]) if drawn is None else drawn.choose(node, self)
             self._record(output, node)
             self._emit(token)
-            node = children.get((node, token))
+            node = paths.child(node, token)
             if self.is_finished or node is None:
                 break
             path.append(node)
         if drawn is not None:
-            self._noise.leave_generator(len(path) + 1)
+            self._noise.skip(len(path) + 1)
         return path
 
     def _swiftly(self, tree: DraftTree, output: PassOutput) -> list[int]:
         """Greedy with nobody looking on: one argmax over all nodes, read once, and the text grows by a whole path."""
-        choices = output.logits.argmax(dim=-1)
-        if len(tree):
-            choices = torch.cat([choices, tree.tokens.to(choices.device, non_blocking=True)])
-        values = choices.tolist()
-        choices, children = values[: len(tree) + 1], tree.children(values[len(tree) + 1 :])
+        choices, paths = tree.read_with(output.logits.argmax(dim=-1))
         max_length, ends = self._limits
         room = max_length - self.input_ids.shape[1]
         node, path, tokens = 0, [], []
@@ -152,22 +151,28 @@ class Walk:
             token = choices[node]
             tokens.append(token)
             self.is_finished = token in ends or len(tokens) >= room
-            node = children.get((node, token))
+            node = paths.child(node, token)
             if self.is_finished or node is None:
                 break
             path.append(node)
         self._append(torch.tensor(tokens, device="cpu"))
         return path
 
-    def _draw_together(self, tree: DraftTree, logits: torch.Tensor) -> tuple["_Drawn", list[int]]:
-        """What every node would emit if it were reached, and the tree's tokens: one reading of the device."""
+    def _draw_together(self, tree: DraftTree, logits: torch.Tensor) -> tuple["_Drawn", Paths]:
+        """What every node would emit if it were reached: one reading of the device."""
         rows = logits.to(copy=True, dtype=torch.float32, device=self.input_ids.device)
         scores = self._processors(self.input_ids, rows)
-        depths = tree.depths
-        noise = torch.cat([self._noise.row(depth) for depth in range(max(depths) + 1)])
-        choices = (scores.softmax(dim=-1) / noise[torch.tensor(depths, device=noise.device)]).argmax(dim=-1)
-        values = torch.cat([choices, tree.tokens.to(choices.device, non_blocking=True)]).tolist()
-        return _Drawn(values[: len(depths)], scores, rows), values[len(depths) :]
+        if tree.is_chain:
+            depths = torch.arange(len(tree) + 1, device=rows.device)
+        else:
+            depths = F.pad(ancestor_table(tree.parents).sum(dim=1), (1, 0)).to(rows.device)
+        noise = torch.cat([self._noise.row(depth) for depth in range(self._most_depth(tree) + 1)])
+        choices, paths = tree.read_with((scores.softmax(dim=-1) / noise[depths]).argmax(dim=-1))
+        return _Drawn(choices, scores, rows), paths
+
+    def _most_depth(self, tree: DraftTree) -> int:
+        """Levels of a tree, known without reading it."""
+        return min(len(tree), self._block_size)
 
     def _choose(self, logits: torch.Tensor) -> int:
         """What plain decoding makes of one row of logits."""
@@ -177,7 +182,7 @@ class Walk:
         self.record_scores(scores, row)
         if not self._samples:
             return int(scores.argmax(dim=-1))
-        return int(torch.multinomial(scores.softmax(dim=-1), num_samples=1))
+        return int(self._noise.draw(scores.softmax(dim=-1)))
 
     def record_scores(self, scores: torch.Tensor, logits: torch.Tensor):
         """Of one emitted token, both of shape `(1, vocab)`."""

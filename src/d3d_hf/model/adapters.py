@@ -28,6 +28,8 @@ except ImportError:  # code that came with a repository runs without it, as long
 # What a drafter has beside its backbone, and no base brings.
 OWN_MODULES = ("mask_embedding.", "chained_head.")
 ADAPTER_FOLDER = "adapter"
+# Keyword arguments of `from_pretrained` that are about the drafter's own repository, and none of its base's business.
+_OF_THE_DRAFTER = {"adapter_kwargs", "code_revision", "config", "revision", "subfolder"}
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
@@ -49,8 +51,19 @@ def state_with_layers(model: PreTrainedModel, kept: list[int] | None) -> dict[st
     return renumbered
 
 
-def load_base(config, **kwargs) -> PreTrainedModel:
-    """The base model that an adapter drafter's config names; the embedded one where the Hub cannot be reached."""
+def load_base(config, /, **kwargs) -> PreTrainedModel:
+    """
+    The base model that an adapter drafter's config names; the embedded one where the Hub cannot be reached.
+
+    Args:
+        kwargs:
+            What the drafter's `from_pretrained` was given. An Auto class adds keywords with an underscore for the
+            class that it calls (`_from_auto`, `_commit_hash`): they are left out, with what is about the drafter
+            alone, since the base's Auto class adds its own.
+    """
+    kwargs = {
+        name: value for name, value in kwargs.items() if not name.startswith("_") and name not in _OF_THE_DRAFTER
+    }
     name = config.adapter_base
     try:
         from d3d_hf.embedded import resolve

@@ -19,7 +19,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from .backbones import cache_of
 from .drafting_options import DraftingOptions
 from .drafting_session import DraftingSession
-from .generation_hook import Call, Door, DraftingError, wrap_method
+from .generation_hook import Call, Door, DraftingError, tell_once, wrap_method
 from .generation_stats import GenerationStats
 
 
@@ -145,6 +145,9 @@ class CandidateGeneratorDoor(Door):
         return None
 
     def run(self, call: Call, assisted_decoding):
+        if call.options.drafting_mode == "async":
+            reason = call.stats.door_reason or "it needs the d3d_hf package: pip install d3d_hf"
+            tell_once(call.drafter, f"drafting_mode='async' is drafted synchronously here: {reason}.")
         token = _current.set(call)
         generator = None
         try:

@@ -21,6 +21,10 @@ class DraftingOptions:
 
     Attributes:
         num_assistant_tokens (`int`): Draft tokens per round, at most `block_size` (the default).
+        draft_tree_size (`int` or `"auto"`, defaults to `"auto"`):
+            Nodes of a draft tree, 0 for a chain; `"auto"` takes what promises most tokens per second.
+        draft_from_text (`bool`, defaults to `True`):
+            Whether what followed in the text, where it stood as it stands now, is drafted beside the drafter's words.
         num_denoising_steps (`int`, defaults to 1): Forwards that one synchronous draft is spread over, left to right.
         drafting_mode (`str`, defaults to `"auto"`):
             `"sync"` drafts after each verdict; `"async"` drafts for every verdict while the target is verifying;
@@ -38,6 +42,8 @@ class DraftingOptions:
     """
 
     num_assistant_tokens: int
+    draft_tree_size: int | str = "auto"
+    draft_from_text: bool = True
     num_denoising_steps: int = 1
     drafting_mode: str = "auto"
     num_bonus_guesses: int = 3
@@ -70,15 +76,19 @@ class DraftingOptions:
 
         num_tokens = look_up("num_assistant_tokens", block_size, unset=_UNSET_NUM_ASSISTANT_TOKENS)
         num_steps = look_up("num_denoising_steps", cls.num_denoising_steps)
+        tree_size = look_up("draft_tree_size", cls.draft_tree_size)
         num_guesses = look_up("num_bonus_guesses", cls.num_bonus_guesses)
         slot_budget = look_up("draft_slot_budget", cls.draft_slot_budget)
         for name, value, least in (
             ("num_assistant_tokens", num_tokens, 1),
             ("num_denoising_steps", num_steps, 1),
+            ("draft_tree_size", tree_size, 0),
             ("num_bonus_guesses", num_guesses, 0),
             ("draft_slot_budget", slot_budget, block_size),
         ):
             is_whole = isinstance(value, int) and not isinstance(value, bool)
+            if name == "draft_tree_size" and value == "auto":
+                continue
             if value is not None and not (is_whole and value >= least):
                 raise ValueError(f"{name} is {value!r}: give a whole number of at least {least}.")
         choices = {}
@@ -87,6 +97,7 @@ class DraftingOptions:
             ("bonus_guess_source", GUESS_SOURCES),
             ("compile_drafter", ("auto", True, False)),
             ("on_draft_error", ERROR_ACTIONS),
+            ("draft_from_text", (True, False)),
         ):
             choices[name] = look_up(name, getattr(cls, name))
             if choices[name] not in allowed or not isinstance(choices[name], (str, bool)):
@@ -94,6 +105,7 @@ class DraftingOptions:
         return cls(
             num_assistant_tokens=min(num_tokens, block_size),
             num_denoising_steps=min(num_steps, block_size),
+            draft_tree_size=tree_size,
             num_bonus_guesses=num_guesses,
             draft_slot_budget=slot_budget,
             **choices,

@@ -3,12 +3,12 @@
 import contextlib
 import logging
 import time
-from collections.abc import Iterable
 
 import torch
 
-from . import extensions
 from .backbones import execution_device, max_draft_positions
+from .block import Block, BlockReader
+from .extensions import extensions
 from .packing import lay_out
 from .storage import GrowingCache
 
@@ -17,25 +17,6 @@ logger = logging.getLogger(__name__)
 
 # Context tokens of one pass: bounds the mask of a long prompt's prefill to this many rows.
 MAX_CONTEXT_PER_PASS = 1024
-# Tokens that a chained head chooses among at each slot.
-CHAIN_CANDIDATES = 64
-
-
-def draftable(logits: torch.Tensor, vocab_size: int, never_drafted: Iterable[int] = ()) -> torch.Tensor:
-    """
-    Logits of the tokens that may be drafted.
-
-    Args:
-        logits (`torch.Tensor` of shape `(..., embedding_rows)`): A drafter's.
-        vocab_size (`int`): The target's; ids beyond are left out.
-        never_drafted (iterable of `int`): Ids that get -inf, the mask token's above all.
-
-    Returns:
-        `torch.Tensor` of shape `(..., at most vocab_size)`.
-    """
-    logits = logits[..., :vocab_size]
-    never = [token for token in never_drafted if token < logits.shape[-1]]
-    return logits.index_fill(-1, torch.tensor(never, device=logits.device), float("-inf")) if never else logits
 
 
 class DraftingSession:
@@ -54,14 +35,12 @@ class DraftingSession:
     """
 
     def __init__(self, drafter, vocab_size: int, num_denoising_steps: int = 1, compile_drafter: bool | str = False):
-        self._drafter, self._vocab_size = drafter, vocab_size
+        self._drafter = drafter
+        self.reader = BlockReader(drafter, vocab_size)
         self._compile_drafter = compile_drafter
         self._cache, self._drafting_seconds = None, 0.0
-        mask = drafter.config.mask_token_id
-        self._never_drafted = () if mask is None else (mask,)
         self._num_steps = num_denoising_steps
         self._device = execution_device(drafter)
-        self._num_embeddings = drafter.get_input_embeddings().weight.shape[0]
         self._max_positions = max_draft_positions(drafter.config.backbone_config)
         self._is_past_the_end = False
         self.close()
@@ -113,10 +92,9 @@ class DraftingSession:
         """Context tokens in the cache."""
         return self._cached.shape[0]
 
-    @torch.no_grad()
     def draft(self, context: torch.LongTensor, num_tokens: int) -> torch.LongTensor:
         """
-        Drafts the tokens that follow a text.
+        The chain that follows a text.
 
         Args:
             context (`torch.LongTensor` of shape `(length,)`): The whole text so far, any device; at least one token.
@@ -126,18 +104,39 @@ class DraftingSession:
             `torch.LongTensor` of shape `(num_tokens,)` on the drafter's device, or an empty one where the text
             outgrows the drafter's positions.
         """
-        if not self.has_room_for(context.shape[0] + self._drafter.config.block_size - 1):
+        if not self._has_room_for_block(context):
             return torch.empty(0, dtype=torch.long, device=self._device)
+        return self._run(self._chain, context.cpu(), num_tokens)
+
+    def block(self, context: torch.LongTensor, num_rows: int) -> Block | None:
+        """
+        The outputs of the block that follows a text, in one pass: of the anchor, which saw its token, and the slots.
+
+        Args:
+            context (`torch.LongTensor` of shape `(length,)`): The whole text so far, any device; at least one token.
+            num_rows (`int`): Rows wanted, at most `block_size`.
+
+        Returns:
+            [`Block`], or `None` where the text outgrows the drafter's positions.
+        """
+        return self._run(self._block, context.cpu(), num_rows) if self._has_room_for_block(context) else None
+
+    @torch.no_grad()
+    def _run(self, work, *args):
+        """Runs passes over the cache, which is dropped if they stop halfway through the layers."""
         self._open()
         start = time.perf_counter()
         try:
             with self._current_device():
-                return self._draft(context.cpu(), num_tokens)
+                return work(*args)
         except BaseException:
-            self.close()  # the pass may have stopped halfway through the layers
+            self.close()
             raise
         finally:
             self._drafting_seconds += time.perf_counter() - start
+
+    def _has_room_for_block(self, context: torch.LongTensor) -> bool:
+        return self.has_room_for(context.shape[0] + self._drafter.config.block_size - 1)
 
     def has_room_for(self, num_positions: int) -> bool:
         """Whether the drafter's positions reach so far; the first time that they do not, one warning says so."""
@@ -151,32 +150,36 @@ class DraftingSession:
             )
         return False
 
-    def _draft(self, context: torch.LongTensor, num_tokens: int) -> torch.LongTensor:
-        block_size, num_context = self._drafter.config.block_size, context.shape[0]
-        new_tokens = self._prefill_all_but(MAX_CONTEXT_PER_PASS, self._rewind_to(context).to(self._pass_device))
+    def _block(self, context: torch.LongTensor, num_rows: int) -> Block:
+        return self._first_pass(context, num_rows)[0]
 
+    def _first_pass(self, context: torch.LongTensor, num_rows: int) -> tuple[Block, torch.LongTensor]:
+        """A pass over what the cache lacks of a text, and a block of mask slots; and the tokens that were fed."""
+        new_tokens = self._prefill_all_but(MAX_CONTEXT_PER_PASS, self._rewind_to(context).to(self._pass_device))
         # The anchor's own output gives the first draft token, the mask slots the others. A shorter draft runs all
         # slots all the same, as in training, and is cut.
-        num_slots = block_size - 1
-        first_row = new_tokens.shape[0] - 1
-        fixed = [new_tokens]
-        drafts = []
-        num_drafted = 0
-        for steps_left in range(self._num_steps, 0, -1):
-            take = -(-(num_tokens - num_drafted) // steps_left)
-            outputs = self._pass(fixed, num_context, num_slots, num_drafted, first_row, take)
-            drafts.append(self.choose(outputs.hidden_states[0][0], outputs.logits[0], take))
-            num_drafted += take
+        return self._pass([new_tokens], context.shape[0], 0, new_tokens.shape[0] - 1, num_rows), new_tokens
+
+    def _chain(self, context: torch.LongTensor, num_tokens: int) -> torch.LongTensor:
+        """A chain in one pass, or in several denoising steps."""
+        take = -(-num_tokens // self._num_steps)
+        block, new_tokens = self._first_pass(context, take)
+        drafts = [self.reader.chain(block, take)]
+        num_drafted = take
+        for steps_left in range(self._num_steps - 1, 0, -1):
             if num_drafted == num_tokens:
                 break
             # The next step shows what was drafted: left to right, so that each law is true given the tokens before.
             fixed = [torch.empty_like(new_tokens[:0]), *(draft.to(new_tokens.device) for draft in drafts)]
-            first_row = num_drafted - 1
+            take = -(-(num_tokens - num_drafted) // steps_left)
+            block = self._pass(fixed, context.shape[0], num_drafted, num_drafted - 1, take)
+            drafts.append(self.reader.chain(block, take))
+            num_drafted += take
         return torch.cat(drafts)
 
-    def _pass(self, fixed, num_context, num_slots, num_visible, first_row, num_rows):
+    def _pass(self, fixed, num_context: int, num_visible: int, first_row: int, num_rows: int) -> Block:
         """One packed pass over `fixed` = [context, visible tokens, ...] and mask slots; outputs of `num_rows` rows."""
-        context_length = fixed[0].shape[0]
+        context_length, num_slots = fixed[0].shape[0], self._drafter.config.block_size - 1
         device = fixed[0].device
         layout = lay_out(
             context_length,
@@ -189,70 +192,23 @@ class DraftingSession:
         )
         masks = fixed[0].new_zeros(num_slots - num_visible)
         outputs = self._drafter.packed_forward(
-            self._embeddable(torch.cat([*fixed, masks]))[None],
+            self.reader.embeddable(torch.cat([*fixed, masks]))[None],
             layout,
             cache=self._cache,
             logits_to_keep=torch.arange(first_row, first_row + num_rows, device=device),
         )
         self._cache.crop(-num_slots)
-        return outputs
-
-    @torch.no_grad()
-    def choose(
-        self, hidden_states: torch.Tensor, logits: torch.Tensor, num_tokens: int, bonus: int | None = None
-    ) -> torch.LongTensor:
-        """
-        Chooses draft tokens from the outputs of consecutive places. With a chained head each mask slot's law is
-        corrected by the tokens before it, left to right.
-
-        Args:
-            hidden_states (`torch.Tensor` of shape `(rows, hidden)`): Last hidden states.
-            logits (`torch.Tensor` of shape `(rows, embedding_rows)`): Of the same rows.
-            num_tokens (`int`): Rows to use.
-            bonus (`int`, *optional*):
-                The token that stands at the first row, if that is a mask slot; by default the first row saw its token.
-        """
-        head = self._drafter.chained_head
-        if head is None:
-            return self._likeliest(logits[:num_tokens])
-        tokens, state = [], None
-        standing = self._likeliest(logits[:1]) if bonus is None else torch.tensor([bonus], device=logits.device)
-        if bonus is None:
-            tokens.append(standing)
-        embed = self._drafter.get_input_embeddings()
-        slots = slice(len(tokens), num_tokens)
-        hidden_states, logits = hidden_states[slots], self._draftable(logits[slots])
-        parts, shortlist = head.hidden_part(hidden_states), self._drafter.shortlist(logits, CHAIN_CANDIDATES)
-        for slot in range(hidden_states.shape[0]):
-            correction, state = head.step(parts[slot], embed(self._embeddable(standing))[0], state)
-            if shortlist is None:
-                standing = self._likeliest(self._drafter.project((hidden_states[slot] + correction)[None]))
-            else:
-                candidates, values, rows = (part[slot] for part in shortlist)
-                standing = candidates[(values.float() + (rows @ correction).float()).argmax()][None]
-            tokens.append(standing)
-        return torch.cat(tokens)
-
-    def _draftable(self, logits: torch.Tensor) -> torch.Tensor:
-        return draftable(logits, self._vocab_size, self._never_drafted)
-
-    def _likeliest(self, logits: torch.Tensor) -> torch.LongTensor:
-        """The likeliest token of each row of shape `(rows, embedding_rows)`."""
-        if logits.is_cuda and extensions.choose_tokens is not None:  # one reading instead of a copy
-            return extensions.choose_tokens(logits, self._vocab_size, self._never_drafted).tokens
-        return self._draftable(logits).argmax(dim=-1)
+        return Block(outputs.hidden_states[0][0], outputs.logits[0])
 
     def _prefill_all_but(self, most: int, tokens: torch.LongTensor) -> torch.LongTensor:
         """Feeds a long text piece by piece and returns what is left of it, at most `most` tokens."""
         while tokens.shape[0] > most:
             piece, tokens = tokens[:MAX_CONTEXT_PER_PASS], tokens[MAX_CONTEXT_PER_PASS:]
             layout = lay_out(piece.shape[0], num_cached=self._cache.get_seq_length(), device=piece.device)
-            self._drafter.packed_forward(self._embeddable(piece)[None], layout, cache=self._cache, logits_to_keep=1)
+            self._drafter.packed_forward(
+                self.reader.embeddable(piece)[None], layout, cache=self._cache, logits_to_keep=1
+            )
         return tokens
-
-    def _embeddable(self, tokens: torch.LongTensor) -> torch.LongTensor:
-        """`tokens` with those that the drafter has no embedding for replaced by its last one: a guess is as good."""
-        return tokens.clamp(max=self._num_embeddings - 1)
 
     def _rewind_to(self, context: torch.LongTensor, most: int | None = None) -> torch.LongTensor:
         """
@@ -267,4 +223,4 @@ class DraftingSession:
         return context[num_shared:]
 
 
-__all__ = ["MAX_CONTEXT_PER_PASS", "DraftingSession", "draftable"]
+__all__ = ["MAX_CONTEXT_PER_PASS", "DraftingSession"]

@@ -1,19 +1,26 @@
-"""What the package adds to this folder, whose code runs without it where it came with a repository.
+"""What the package adds to this folder, whose code runs without it where it came with a repository."""
 
-The package's `__init__` fills these in; nothing here imports what they are.
-"""
-
-
-def storage_for(drafter, compile_drafter: bool | str):
-    """KV storage for a session whose passes are to run compiled; `None`: they run eagerly."""
-    return None
+from collections.abc import Callable
+from typing import Any
 
 
-def count_eager(drafter, seconds: float):
-    """Told how long a generation has drafted eagerly, which decides when compiling pays."""
+class Extensions:
+    """The package's `__init__` fills these in; nothing in this folder imports what they are."""
+
+    # (drafter, max_context): compiles ahead
+    warm_up: Callable | None = None
+    # (logits, vocab_size, never_drafted): the fused greedy choice on GPUs
+    choose_tokens: Callable | None = None
+
+    @staticmethod
+    def storage_for(drafter, compile_drafter: bool | str) -> Any:
+        """KV storage for a session whose passes are to run compiled; `None`: they run eagerly."""
+
+    @staticmethod
+    def count_eager(drafter, seconds: float):
+        """Told how long a generation has drafted eagerly, which decides when compiling pays."""
 
 
-warm_up = None  # (drafter, max_context): compiles ahead
-choose_tokens = None  # (logits, vocab_size, never_drafted): the fused greedy choice on GPUs
+extensions = Extensions()
 
-__all__ = ["choose_tokens", "count_eager", "storage_for", "warm_up"]
+__all__ = ["extensions"]

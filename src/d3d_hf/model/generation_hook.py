@@ -75,6 +75,7 @@ class Call:
     stats: GenerationStats = field(default_factory=GenerationStats)
     has_begun: bool = False
     generator: Any = None  # the second door's
+    noise: Any = None  # of the draws to come, where the loop samples
 
     @property
     def model_kwargs(self) -> dict[str, Any]:
@@ -201,7 +202,7 @@ def _run(target, drafter, input_ids, arguments: dict, assisted_decoding, plain):
                 return _run_softly(door, call, assisted_decoding, plain)
             call.stats.door_reason = reason
     call.stats.door, call.stats.door_reason = "plain", reason
-    _tell_once(drafter, f"Generating without drafts: {reason}.")
+    tell_once(drafter, f"Generating without drafts: {reason}.")
     return plain()
 
 
@@ -223,7 +224,7 @@ def _run_softly(door: Door, call: Call, assisted_decoding, plain):
             raise
         call.stats.door = "plain"
         call.stats.door_reason = f"the {door.name} failed ({type(error).__name__}: {error})"
-        _tell_once(
+        tell_once(
             call.drafter,
             f"Drafting could not begin on transformers {transformers.__version__}: {type(error).__name__}: {error}. "
             f"The call runs without drafts, with the same result. If it is not your own call that raises this, the "
@@ -243,7 +244,8 @@ def _restored(cache, num_cached: int) -> bool:
         return False
 
 
-def _tell_once(drafter, message: str):
+def tell_once(drafter, message: str):
+    """A warning, the first time that it is about this drafter."""
     if message not in drafter._told:
         drafter._told.add(message)
         logger.warning(message)
@@ -257,6 +259,7 @@ __all__ = [
     "is_drafter",
     "is_generation_hook_installed",
     "open_door",
+    "tell_once",
     "uninstall_generation_hook",
     "wrap_method",
 ]

@@ -8,7 +8,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from . import extensions
 from .adapters import (
     OWN_MODULES,
     attach_adapter,
@@ -29,6 +28,7 @@ from .candidate_generator import CandidateGeneratorDoor
 from .chained_head import ChainedHead
 from .checkpoints import hub_arguments, load_checked
 from .configuration_d3d import D3DConfig
+from .extensions import extensions
 from .generation_hook import install_generation_hook, open_door
 from .packing import PackedLayout, attention_masks
 
@@ -218,8 +218,6 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
                 f"{str(name)!r} is an adapter, which cannot be merged into a quantised base: load it without "
                 f"quantization_config, save it, and load what was saved with it."
             )
-        for argument in ("config", "subfolder", "revision", "adapter_kwargs", "_commit_hash"):  # the drafter's own
-            kwargs.pop(argument, None)
         base = load_base(config, **kwargs)
         check_base(config, base)
         wrapped = attach_adapter(cls._copy_of(base, config), str(name), subfolder=subfolder, **where)
@@ -267,6 +265,13 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
             save_adapter(self, save_directory)
         else:
             super().save_pretrained(save_directory, *args, **kwargs)
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """The name that PEFT asks for, which newer releases of transformers answer with a FutureWarning."""
+        if hasattr(PreTrainedModel, "is_activation_checkpointing"):
+            return self.is_activation_checkpointing
+        return super().is_gradient_checkpointing
 
     def get_input_embeddings(self) -> nn.Module:
         return self._backbone.get_input_embeddings()
@@ -461,12 +466,12 @@ class D3DDrafterForCausalLM(PreTrainedModel, GenerationMixin):
             num_candidates, hidden)`; `None` where that is no way to correct, since the head is not a plain matrix, or
             the vocabulary is no larger.
         """
-        if num_candidates >= logits.shape[1] or not self._has_plain_head():
+        if num_candidates >= logits.shape[1] or not self.has_plain_head():
             return None
         values, tokens = logits.topk(num_candidates)
         return tokens, values, self.get_output_embeddings().weight[tokens]
 
-    def _has_plain_head(self) -> bool:
+    def has_plain_head(self) -> bool:
         """Whether logits are linear in the hidden state with the head's matrix: no scale, no soft cap, not packed."""
         head = self.get_output_embeddings()
         if type(head) is not nn.Linear or not head.weight.is_floating_point():

@@ -158,40 +158,53 @@ def lay_out(
 
 
 def lay_out_tree(
-    context_length: int, parents: Sequence[int], num_cached: int = 0, device: torch.device | str | None = None
+    context_length: int,
+    parents: torch.LongTensor,
+    num_cached: int = 0,
+    device: torch.device | str | None = None,
 ) -> PackedLayout:
     """
-    Lays out context tokens and a tree of tokens that hangs on the last of them.
+    Lays out context tokens and a tree of tokens that hangs on the last of them. Nothing is read off the device.
 
     Args:
         context_length (`int`): Context tokens in this pass, at least one.
-        parents (sequence of `int`):
+        parents (`torch.LongTensor` of shape `(nodes,)`):
             Of each node: 0 for the last context token, `i` for the `i`-th node; none stands before its parent.
         num_cached (`int`, *optional*, defaults to 0): Tokens of the text in the KV cache.
-        device (*optional*): Of the tensors.
+        device (*optional*): Of the layout. Default: that of `parents`.
 
     Returns:
-        [`PackedLayout`] over `context_length + len(parents)` tokens; a chain is an ordinary causal pass.
+        [`PackedLayout`] over `context_length + nodes` tokens.
     """
-    num_tokens = context_length + len(parents)
-    if list(parents) == list(range(len(parents))):
-        return lay_out(num_tokens, num_cached=num_cached, device=device)
+    parents = parents.to(parents.device if device is None else device)
+    table = ancestor_table(parents)  # (nodes, nodes)
     root = num_cached + context_length - 1
-    depths, rows = [0], torch.zeros(num_tokens, num_tokens, dtype=torch.bool)
-    for node, parent in enumerate(parents, start=1):
-        place = context_length - 1 + node
-        depths.append(depths[parent] + 1)
-        if parent:
-            rows[place] = rows[context_length - 1 + parent]
-        rows[place, place] = True
-    context = torch.arange(num_cached, root + 1)
-    positions = torch.cat([context, root + torch.tensor(depths[1:])])[None]
-    ids = torch.full_like(positions, NODE)
-    ids[:, :context_length] = CONTEXT
-    layout = PackedLayout(
-        positions, ids, positions.clamp(max=root), positions, ids > 0, num_cached, ancestors=rows[None]
+    context = torch.arange(num_cached, root + 1, device=parents.device)
+    positions = torch.cat([context, root + table.sum(dim=1)])[None]
+    is_node = torch.arange(positions.shape[1], device=parents.device) >= context_length
+    return PackedLayout(
+        position_ids=positions,
+        branch_ids=torch.where(is_node, NODE, CONTEXT)[None],
+        context_limits=positions.clamp(max=root),
+        branch_limits=positions,
+        is_mask_slot=torch.zeros_like(positions, dtype=torch.bool),
+        num_cached=num_cached,
+        ancestors=torch.nn.functional.pad(table, (context_length, 0, context_length, 0))[None],
     )
-    return layout if device is None else layout.to(device)
+
+
+def ancestor_table(parents: torch.LongTensor) -> torch.BoolTensor:
+    """
+    Whether the second node is the first one or an ancestor of it, of shape `(nodes, nodes)`. By doubling: a table of
+    ancestors up to some generation, taken twice, reaches twice as far.
+    """
+    num_nodes = parents.shape[0]
+    places = torch.arange(num_nodes + 1, device=parents.device)
+    steps = (parents[:, None] == places[1:]) | (places[1:, None] == places[1:])
+    table, reach = steps.float(), 1
+    while reach < num_nodes:
+        table, reach = (table @ table).clamp(max=1), 2 * reach
+    return table.bool()
 
 
 def visibility_rule(layout: PackedLayout, sliding_window: int | None = None):
@@ -329,6 +342,7 @@ __all__ = [
     "PADDING",
     "PackedLayout",
     "additive",
+    "ancestor_table",
     "attention_masks",
     "dense_visibility",
     "lay_out",

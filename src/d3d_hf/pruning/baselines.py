@@ -1,10 +1,13 @@
 """Simpler ways to choose the layers that go, which progressive pruning has to beat."""
 
+from collections.abc import Sequence
+
 import torch
 
 from ..model.backbones import resolve_kept_layers
-from .removal import prunable_layers
-from .scoring import CalibrationSet, entering_hidden_states
+from .measurements import Measurements
+from .removal import prunable_layers, skip_layers
+from .scoring import Accepted, CalibrationSet, entering_hidden_states
 
 
 BASELINES = ("evenly", "from_end", "block_influence")
@@ -49,4 +52,76 @@ def block_influence(drafter, calibration: CalibrationSet) -> list[float]:
     return (totals / count).tolist()
 
 
-__all__ = ["BASELINES", "block_influence", "removed_by_influence", "removed_evenly", "removed_from_end"]
+def compare_with_baselines(
+    steps: Sequence[dict],
+    full: Accepted,
+    drafter,
+    indices: list[int],
+    measurements: Measurements,
+    is_trained: bool,
+) -> list[dict]:
+    """
+    Simpler choices of as many layers, on the same evaluation rows.
+
+    Args:
+        steps (sequence of `dict`): Of progressive pruning, those to compare; with what was `accepted` after each.
+        full ([`Accepted`]): With all layers.
+        drafter ([`D3DDrafterForCausalLM`]): With all layers, as it is measured.
+        indices (`list[int]`): Original indices of its layers.
+        measurements ([`Measurements`]): Of this pruning.
+        is_trained (`bool`): Whether the progressively pruned drafter had a recovery.
+
+    Returns:
+        `list[dict]`, one per step.
+    """
+    if not steps:
+        return []
+    results, evaluation, num_layers = measurements.results, measurements.evaluation, measurements.num_layers
+    influence = results.recall("influence", lambda: block_influence(drafter, measurements.calibration))
+    ways = (
+        lambda count: removed_evenly(num_layers, count),
+        lambda count: removed_from_end(num_layers, count),
+        lambda count: removed_by_influence(influence, count),
+    )
+    comparisons = []
+    for step in steps:
+        count = step["num_removed"]
+        by = {"progressive": {name: step[name] for name in ("acceptance_length", "retention", "retention_interval")}}
+        for name, way in zip(BASELINES, ways):
+            removed = way(count)
+
+            def compute(removed=removed):
+                with skip_layers(drafter, removed):
+                    return measurements.accepted(drafter, evaluation).to_lists()
+
+            accepted = Accepted.from_lists(results.recall(f"{name}_{count:03d}", compute))
+            by[name] = {
+                "removed_layers": [indices[layer] for layer in removed],
+                "acceptance_length": accepted.length,
+                "retention": accepted.retention(full),
+                "retention_interval": accepted.retention_interval(full),
+                # Above 1: progressive pruning keeps more, on the same texts.
+                "progressive_over_this": step["accepted"].retention(accepted) if accepted.tokens.sum() else None,
+                "progressive_over_this_interval": (
+                    step["accepted"].retention_interval(accepted) if accepted.tokens.sum() else None
+                ),
+            }
+        comparisons.append(
+            {
+                "num_removed": count,
+                "best": max(by, key=lambda name: by[name]["acceptance_length"]),
+                "is_progressive_trained": is_trained,
+                "by": by,
+            }
+        )
+    return comparisons
+
+
+__all__ = [
+    "BASELINES",
+    "block_influence",
+    "compare_with_baselines",
+    "removed_by_influence",
+    "removed_evenly",
+    "removed_from_end",
+]

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 
-from .progress import write_json
+from .resumable_run import write_json
 
 
 REPORT_NAME = "pruning_report.json"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..model.drafting_session import draftable
+from ..model.block import draftable
 from ..model.packing import PackedLayout, lay_out
 from ..training.acceptance import bootstrap_interval, evenly_spread
 from ..training.examples import to_example

@@ -1,16 +1,21 @@
 """Training of drafters: data, examples, losses, the trainer, and acceptance as a metric."""
 
-from .arguments import D3DTrainingArguments
-from .responses import check_responses, load_responses
+import importlib
 
+
+# Imported when they are asked for: the trainer needs peft, which measuring does not, and the options of the command
+# line need nothing.
+_HOMES = {
+    "D3DTrainer": "trainer",
+    "D3DTrainingArguments": "arguments",
+    "check_responses": "responses",
+    "load_responses": "responses",
+}
 
 __all__ = ["D3DTrainer", "D3DTrainingArguments", "check_responses", "load_responses"]
 
 
 def __getattr__(name: str):
-    """The trainer is imported when it is asked for: it needs peft, which measuring does not."""
-    if name == "D3DTrainer":
-        from .trainer import D3DTrainer
-
-        return D3DTrainer
+    if name in _HOMES:
+        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..model.drafting_session import draftable
+from ..model.block import draftable
 from ..model.packing import lay_out
 
 

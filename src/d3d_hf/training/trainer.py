@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import os
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -208,31 +207,6 @@ class D3DTrainer(Trainer):
         possible = np.where(is_position, possible, -100)
         device = self.args.device
         return None, torch.from_numpy(columns).to(device), torch.from_numpy(possible).to(device)
-
-    def prune(self, calibration, evaluation, goal, output_dir: str | None = None, recovery_steps: int = 0, **kwargs):
-        """
-        Prunes the drafter layer by layer: [`d3d_hf.pruning.prune_drafter`] with the trainer's arguments and training
-        data, which recover it by `recovery_steps` steps after each removal. The trainer's own model is not changed.
-
-        Args:
-            calibration, evaluation, goal, kwargs: As in `prune_drafter`.
-            output_dir (`str`, *optional*): Default: `pruned` in the trainer's.
-            recovery_steps (`int`, *optional*, defaults to 0): 0 for no training.
-
-        Returns:
-            The pruned drafter and the report.
-        """
-        from ..pruning import Recovery, prune_drafter
-
-        recovery = None
-        if recovery_steps:
-            recovery = Recovery(recovery_steps, self.args, self.train_dataset, self.processing_class)
-        drafter = self.accelerator.unwrap_model(self.model)
-        if hasattr(drafter, "get_base_model"):
-            drafter = drafter.get_base_model()
-        output_dir = output_dir or os.path.join(self.args.output_dir, "pruned")
-        kwargs.setdefault("processing_class", self.processing_class)
-        return prune_drafter(drafter, calibration, evaluation, output_dir, goal, recovery, **kwargs)
 
     def _acceptance_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         columns, possible = prediction.predictions, prediction.label_ids
