@@ -89,7 +89,8 @@ class Drafts:
             return DraftTree(self._builder.chain(block, depth))
         size = self.options.draft_tree_size
         most = self._size_rule.largest if size == "auto" else size
-        tree = self._builder.tree(block, most, depth, None if self._draws is None else self._draws.next(depth))
+        draws = None if self._draws is None else self._draws.next(depth)
+        tree = self._builder.tree(block, most, depth, draws)
         if self.options.draft_from_text:
             tree = self._with_text(tree, text, depth, most)
         return tree.first(self._size_rule.choose(tree.chances.tolist())) if size == "auto" else tree
