@@ -141,6 +141,9 @@ class CandidateGeneratorDoor(Door):
             return f"the target's cache, a {type(cache).__name__}, cannot be rolled back after a verification"
         if cache.get_seq_length():
             return "past_key_values holds text already, which transformers' assisted loop would feed again"
+        config = call.generation_config
+        if config.return_dict_in_generate and (config.output_hidden_states or config.output_attentions):
+            return "hidden states or attentions were asked for, which transformers' assisted loop cuts in another way"
         for processor in arguments.get("logits_processor") or ():
             if not _is_stateless(processor):
                 return f"{type(processor).__name__} must be called once per token, which no assistant can promise here"
