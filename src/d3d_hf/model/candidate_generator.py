@@ -13,6 +13,7 @@ import time
 import torch
 import transformers
 import transformers.generation.logits_process as logits_processors
+from packaging.version import Version
 from transformers import StaticCache, WatermarkLogitsProcessor
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _DISPATCH = "_get_candidate_generator"
 _BLOCK_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
+# Later releases verify on static caches too, as long as they can be cropped.
+_STATIC_CACHES_ARE_REFUSED = Version(transformers.__version__) < Version("5.24")
 _STATEFUL = ("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
 # The call that runs in transformers' loop in this context.
 _current = contextvars.ContextVar("d3d_call", default=None)
@@ -134,10 +137,13 @@ class CandidateGeneratorDoor(Door):
         arguments, cache = call.arguments, cache_of(call.arguments)
         if not wrap_method(_DISPATCH, _wrap_dispatch):
             return f"transformers {transformers.__version__} has no GenerationMixin.{_DISPATCH}"
-        if not getattr(cache, "is_croppable", True) or isinstance(cache, StaticCache):
+        if not getattr(cache, "is_croppable", True) or (isinstance(cache, StaticCache) and _STATIC_CACHES_ARE_REFUSED):
             return f"the target's cache, a {type(cache).__name__}, cannot be rolled back after a verification"
         if cache.get_seq_length():
             return "past_key_values holds text already, which transformers' assisted loop would feed again"
+        config = call.generation_config
+        if config.return_dict_in_generate and (config.output_hidden_states or config.output_attentions):
+            return "hidden states or attentions were asked for, which transformers' assisted loop cuts in another way"
         for processor in arguments.get("logits_processor") or ():
             if not _is_stateless(processor):
                 return f"{type(processor).__name__} must be called once per token, which no assistant can promise here"

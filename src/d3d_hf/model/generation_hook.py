@@ -36,7 +36,8 @@ _MARK = "_d3d_original"
 _METHOD = "_assisted_decoding"
 # Arguments of assisted decoding that plain decoding does not know.
 _ASSISTED_ONLY = ("assistant_model", "assistant_tokenizer", "tokenizer", "inputs_tensor")
-_OF_DECODING = ("logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer")
+_REQUIRED = ("logits_processor", "stopping_criteria", "generation_config")
+_OF_DECODING = (*_REQUIRED, "synced_gpus", "streamer")
 _OTHER_DRAFTING = ("assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp", "speculation_type")
 
 
@@ -146,19 +147,19 @@ def wrap_method(name: str, wrap: Callable) -> bool:
 def _wrap(original):
     def _assisted_decoding(self, *args, **kwargs):
         arguments = dict(zip(_explicit(original), args)) | kwargs
-        assistant = arguments.get("assistant_model")
-        if not is_drafter(assistant) or _is_outranked(arguments.get("generation_config")):
+        assistant = next(filter(is_drafter, arguments.values()), None)  # by whatever name it is given
+        if assistant is None or _is_outranked(arguments.get("generation_config")):
             return original(self, *args, **kwargs)
 
         def assisted_decoding(**changed):
             return original(self, **{**arguments, **changed})
 
         def plain():
-            left_out = {*_ASSISTED_ONLY, *_explicit(original)} - {*_explicit(type(self)._sample)}
+            left_out = {*_ASSISTED_ONLY, *_explicit(original)} - {*_explicit(GenerationMixin._sample)}
             return self._sample(**{name: value for name, value in arguments.items() if name not in left_out})
 
-        others = {name: value for name, value in arguments.items() if name != "input_ids"}
-        return _run(self, assistant, arguments.get("input_ids"), others, assisted_decoding, plain)
+        unknown = {*_explicit(original)} & {*arguments} - {*_ASSISTED_ONLY, *_OF_DECODING, "input_ids"}
+        return _run(self, assistant, arguments, unknown, assisted_decoding, plain)
 
     return _assisted_decoding
 
@@ -179,18 +180,19 @@ def _is_outranked(generation_config) -> bool:
     return any(getattr(generation_config, option, None) for option in _OTHER_DRAFTING)
 
 
-def _run(target, drafter, input_ids, arguments: dict, assisted_decoding, plain):
-    """A call with a drafter, through the first door that takes it."""
-    call = None
+def _run(target, drafter, arguments: dict, unknown: set[str], assisted_decoding, plain):
+    """A call with a drafter, through the first door that takes it. `unknown` are names of arguments."""
     try:
-        call = _checked(target, drafter, input_ids, arguments)
+        if unknown:
+            raise TypeError(f"{_METHOD} is given {', '.join(sorted(unknown))}, which is not known")
+        call = _checked(target, drafter, arguments)
         door = _choose_door(call)
         cache = cache_of(arguments)
         num_cached = None if door is None else cache.get_seq_length()
     except ValueError:  # what the caller asked for
         raise
     except Exception as error:
-        _tell_of_change(drafter, GenerationStats() if call is None else call.stats, error)
+        _tell_of_change(drafter, "the choice of a door", error)
         return plain()
     if door is None:
         tell_once(drafter, f"Generating without drafts: {call.stats.door_reason}.")
@@ -202,16 +204,21 @@ def _run(target, drafter, input_ids, arguments: dict, assisted_decoding, plain):
     except Exception as error:
         if call.has_begun or not _restored(cache, num_cached):
             raise
-        _tell_of_change(drafter, call.stats, error)
+        _tell_of_change(drafter, f"the {door.name}", error)
     return plain()
 
 
-def _checked(target, drafter, input_ids, arguments: dict) -> Call:
+def _checked(target, drafter, arguments: dict) -> Call:
     """
     Raises:
         ValueError: The call can never be drafted for, or a drafting option is unusable.
+        TypeError: Arguments are missing.
     """
-    config = arguments["generation_config"]
+    for name in ("input_ids", "assistant_model", *_REQUIRED):
+        if name not in arguments:
+            raise TypeError(f"{_METHOD} is given no {name}")
+    arguments = dict(arguments)
+    input_ids, config = arguments.pop("input_ids"), arguments["generation_config"]
     check_call(drafter, target, arguments)
     options = DraftingOptions.resolve(config, drafter.generation_config, drafter.config.block_size)
     call = Call(target, drafter, input_ids, config, arguments, options)
@@ -233,9 +240,9 @@ def _choose_door(call: Call) -> Door | None:
     return None
 
 
-def _tell_of_change(drafter, stats: GenerationStats, error: Exception):
-    stats.door, stats.door_reason = "plain", f"drafting could not begin ({type(error).__name__}: {error})"
-    _set_stats(drafter, stats)
+def _tell_of_change(drafter, failed: str, error: Exception):
+    reason = f"{failed} failed ({type(error).__name__}: {error})"
+    _set_stats(drafter, GenerationStats(door="plain", door_reason=reason))
     tell_once(
         drafter,
         f"Drafting could not begin on transformers {transformers.__version__}: {type(error).__name__}: {error}. "
