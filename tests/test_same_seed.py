@@ -89,7 +89,11 @@ def check_one_setting(seed, do_sample):
         **law,
     }
     mode, kind, block_size = rng.choice(MODES), rng.choice(list(DRAFTERS)), rng.choice([1, 3, 5, 8])
-    setting = f"{architecture}, {spread}, {mode}, {kind}, blocks of {block_size}, padding {padding}, {options}"
+    tree_size, num_steps, from_text = rng.choice([0, 0, 2, 12, "auto"]), rng.choice([1, 1, 2]), rng.random() < 0.7
+    setting = (
+        f"{architecture} {spread}, {mode}, {kind}, blocks of {block_size}, trees of {tree_size}, {num_steps} steps, "
+        f"from text {from_text}, padding {padding}, {options}"
+    )
 
     plain = run(target, prompt, seed=seed, **options)
     if kind == "random":
@@ -98,23 +102,31 @@ def check_one_setting(seed, do_sample):
         drafter = self_drafter(architecture, spread, block_size)
     else:
         drafter = DRAFTERS[kind](plain.ids[:, padding:], block_size=block_size)
-    drafter.generation_config.drafting_mode = mode
-    drafter.generation_config.compile_drafter = False
-    drafter.generation_config.on_draft_error = "raise"
-    drafter.generation_config.num_denoising_steps = rng.choice([1, 1, 2])
+    for name, value in {
+        "drafting_mode": mode,
+        "draft_tree_size": tree_size,
+        "draft_from_text": from_text,
+        "num_denoising_steps": num_steps,
+        "compile_drafter": False,
+        "on_draft_error": "raise",
+    }.items():
+        setattr(drafter.generation_config, name, value)
     ours = run(target, prompt, drafter, seed=seed, **options)
 
     assert ours.ids.tolist() == plain.ids.tolist(), setting
     assert_as_plain(ours, plain, drafter)
+    assert drafter.last_generation_stats.mode == mode
     num_tokens = num_new_tokens(plain, prompt)
-    expected = None
-    if mode == "sync":
-        expected = {"oracle": fewest_forwards(num_tokens, block_size), "anti": num_tokens}.get(kind)
-        if kind == "noisy":
-            expected = fewest_forwards(num_tokens, min(2, block_size))
-    elif mode == "async":  # the first round has no draft
-        expected = {"oracle": 1 + fewest_forwards(num_tokens - 1, block_size), "anti": num_tokens}.get(kind)
-    assert ours.num_forwards <= num_tokens if expected is None else ours.num_forwards == expected, setting
+    at_most = num_tokens
+    if mode != "auto" and tree_size != "auto":
+        depth = min(tree_size, block_size) or block_size  # 0 nodes stand for a chain
+        num_alone = 1 if mode == "async" else 0  # the first round has no draft
+        if kind == "oracle":
+            at_most = num_alone + fewest_forwards(num_tokens - num_alone, depth)
+        elif kind == "noisy" and mode == "sync":
+            at_most = fewest_forwards(num_tokens, min(2, depth))
+    assert ours.num_forwards <= at_most, setting
+    assert kind != "anti" or tree_size != 0 or ours.num_forwards == num_tokens, setting
 
 
 @pytest.mark.parametrize("seed", range(NUM_SAMPLED))
