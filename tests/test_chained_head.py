@@ -3,14 +3,12 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
-from d3d_hf import D3DDrafterForCausalLM, D3DTrainer, D3DTrainingArguments, drafting_session
-from d3d_hf.decoding import PackedSession
+from d3d_hf import D3DDrafterForCausalLM, D3DTrainer, D3DTrainingArguments
+from d3d_hf.decoding.packed_drafts import PackedSession
 from d3d_hf.model.drafting_session import DraftingSession
 from d3d_hf.model.packing import lay_out
-from d3d_hf.model.token_chooser import TokenChooser, warpers_of
-from d3d_hf.model.verification import warp
 from d3d_hf.testing import ARCHITECTURES, memoryless_model, tiny_model
 from d3d_hf.training.acceptance import draft_outcomes, play_through
 from lossless import assert_same, generate, prompt_of
@@ -20,7 +18,7 @@ from test_sampling import LAWS, NUM_TESTS, VOCAB_SIZE, transition_p_value, trans
 @pytest.fixture(autouse=True)
 def _whole_vocabulary(monkeypatch):
     """Unless a test says otherwise no token is left out of a law."""
-    monkeypatch.setattr(drafting_session, "CHAIN_CANDIDATES", 128)
+    monkeypatch.setattr("d3d_hf.model.block.SHORTLIST", 128)
 
 
 def perturb(drafter, scale=0.3, seed=0):
@@ -42,11 +40,10 @@ def laws_by_definition(drafter, ids, slot_tokens, layout):
         return drafter.packed_forward(ids, layout, slot_tokens=slot_tokens).logits[0].float()
 
 
-class SoftChooser(TokenChooser):
-    """Draws by the drafter's own law, so that laws are handed over."""
-
-    def __init__(self):
-        super().__init__(67, warpers=[])
+def assert_likeliest(draft, laws):
+    """Each token is the likeliest of its law, but for rounding."""
+    gaps = laws.max(dim=-1).values - laws.gather(1, draft[:, None])[:, 0]
+    assert gaps.max() < 1e-4
 
 
 @pytest.mark.parametrize("block_attention", ["bidirectional", "causal"])
@@ -54,33 +51,33 @@ class SoftChooser(TokenChooser):
 def test_drafts_have_the_laws_of_a_teacher_forced_pass(architecture, block_attention):
     drafter = drafter_of(architecture, block_attention=block_attention)
     text = prompt_of(9)
-    draft = DraftingSession(drafter, SoftChooser()).draft(text[0], 5)
+    draft = DraftingSession(drafter, 67).draft(text[0], 5)
 
     layout = lay_out(9, torch.tensor([[8]]), (4,), bidirectional=block_attention == "bidirectional")
     ids = torch.cat([text, torch.zeros(1, 4, dtype=torch.long)], dim=1)
-    standing = torch.cat([torch.full((1, 9), -1), draft.tokens[None, :4]], dim=1)
+    standing = torch.cat([torch.full((1, 9), -1), draft[None, :4]], dim=1)
     expected = laws_by_definition(drafter, ids, standing, layout)[8:]
-    torch.testing.assert_close(draft.law, expected, atol=1e-4, rtol=1e-4)
+    assert_likeliest(draft, expected)
     uncorrected = laws_by_definition(drafter, ids, None, layout)[8:]
-    torch.testing.assert_close(draft.law[0], uncorrected[0], atol=1e-4, rtol=1e-4)
-    assert (draft.law[1:] - uncorrected[1:]).abs().amax(dim=1).min() > 0.1, "every mask slot is corrected"
+    torch.testing.assert_close(expected[0], uncorrected[0], atol=1e-4, rtol=1e-4)
+    assert (expected[1:] - uncorrected[1:]).abs().amax(dim=1).min() > 0.1, "every mask slot is corrected"
+    assert draft.tolist() != uncorrected.argmax(dim=-1).tolist()
 
 
 def test_packed_branches_are_corrected_from_the_bonus_on():
     drafter = drafter_of()
-    session = PackedSession(drafter, SoftChooser())
+    session = PackedSession(drafter, 67)
     text = prompt_of(8)[0]
     drafts = session.pack(text, num_committed=6, round_id=1, num_guesses=1)
     for index, branch in enumerate(drafts.branches):
         bonus = 11 if branch.guess is None else branch.guess
-        draft = session.draft_of(drafts, index, bonus, 5, session.logits_of(drafts, index))
+        draft = session.reader.chain(session.block_of(drafts, index, bonus), 5)
         anchor = 5 + branch.num_accepted
         shown = branch.guess is not None
         layout = lay_out(anchor + 1, torch.tensor([[anchor]]), (5,), num_visible=torch.tensor([[int(shown)]]))
         ids = torch.cat([text[: anchor + 1], torch.tensor([bonus, 0, 0, 0, 0])])[None]
-        standing = torch.cat([torch.full((anchor + 1,), -1), torch.tensor([bonus]), draft.tokens[:4]])[None]
-        expected = laws_by_definition(drafter, ids, standing, layout)[anchor + 1 :]
-        torch.testing.assert_close(draft.law, expected, atol=1e-4, rtol=1e-4)
+        standing = torch.cat([torch.full((anchor + 1,), -1), torch.tensor([bonus]), draft[:4]])[None]
+        assert_likeliest(draft, laws_by_definition(drafter, ids, standing, layout)[anchor + 1 :])
 
 
 def test_several_blocks_of_a_batch_are_corrected_apart_from_each_other():
@@ -131,12 +128,12 @@ def test_a_few_candidates_have_the_logits_of_the_whole_vocabulary(architecture):
 def test_without_a_shortlist_the_whole_vocabulary_is_corrected():
     drafter = granite_drafter()
     text = prompt_of(9)
-    draft = DraftingSession(drafter, SoftChooser()).draft(text[0], 5)
+    draft = DraftingSession(drafter, 67).draft(text[0], 5)
     layout = lay_out(9, torch.tensor([[8]]), (7,))
     ids = torch.cat([text, torch.zeros(1, 7, dtype=torch.long)], dim=1)
-    standing = torch.cat([torch.full((1, 9), -1), draft.tokens[None], torch.full((1, 2), -1)], dim=1)
-    expected = laws_by_definition(drafter, ids, standing, layout)[8:13]
-    torch.testing.assert_close(draft.law, expected, atol=1e-4, rtol=1e-4)
+    standing = torch.cat([torch.full((1, 9), -1), draft[None], torch.full((1, 2), -1)], dim=1)
+    assert_likeliest(draft, laws_by_definition(drafter, ids, standing, layout)[8:13])
+    assert draft.tolist() != laws_by_definition(drafter, ids, None, layout)[8:13].argmax(dim=-1).tolist()
 
 
 def granite_drafter():
@@ -160,7 +157,7 @@ def test_a_new_head_changes_nothing():
     drafts = []
     for size in (None, 8):
         drafter = D3DDrafterForCausalLM.from_backbone(model, block_size=5, chained_head_size=size)
-        drafts.append(DraftingSession(drafter, TokenChooser(67)).draft(prompt_of(9)[0], 5).tokens.tolist())
+        drafts.append(DraftingSession(drafter, 67).draft(prompt_of(9)[0], 5).tolist())
     assert drafts[0] == drafts[1]
     assert drafter.chained_head.hidden_in.weight.std() > 0
 
@@ -168,7 +165,7 @@ def test_a_new_head_changes_nothing():
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("num_candidates", [4, 128])
 def test_greedy_ids_are_the_targets(mode, num_candidates, monkeypatch):
-    monkeypatch.setattr(drafting_session, "CHAIN_CANDIDATES", num_candidates)
+    monkeypatch.setattr("d3d_hf.model.block.SHORTLIST", num_candidates)
     target = tiny_model("llama", seed=5, initializer_range=0.2)
     drafter = perturb(D3DDrafterForCausalLM.from_backbone(target, block_size=5, chained_head_size=8), scale=0.05)
     drafter.generation_config.drafting_mode = mode
@@ -180,7 +177,7 @@ def test_greedy_ids_are_the_targets(mode, num_candidates, monkeypatch):
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("num_candidates", [3, 128])
 def test_samples_follow_the_targets_law(mode, num_candidates, monkeypatch):
-    monkeypatch.setattr(drafting_session, "CHAIN_CANDIDATES", num_candidates)
+    monkeypatch.setattr("d3d_hf.model.block.SHORTLIST", num_candidates)
     target = memoryless_model(VOCAB_SIZE, seed=1)
     model = memoryless_model(VOCAB_SIZE, seed=1, spread=1.5)
     drafter = perturb(D3DDrafterForCausalLM.from_backbone(model, block_size=4, chained_head_size=8), scale=0.2)
@@ -193,13 +190,19 @@ def test_samples_follow_the_targets_law(mode, num_candidates, monkeypatch):
 
 
 def test_a_drafted_token_never_lies_beyond_the_vocabulary_or_is_the_mask():
+    """Also where the drafter likes nothing better."""
     drafter = drafter_of(mask_token_id=3, vocab_size=40)
-    for seed in range(6):
-        chooser = TokenChooser(40, never_drafted=(3,), warpers=[])
-        torch.manual_seed(seed)
-        draft = DraftingSession(drafter, chooser).draft(prompt_of(9, seed=seed)[0].clamp(max=39), 5)
-        assert draft.law.shape == (5, 40)
-        assert draft.law[:, 3].isneginf().all() and (draft.tokens != 3).all()
+    with torch.no_grad():
+        drafter.lm_head.weight[[3, 50]] *= 100
+    wanted = 0
+    for seed in range(12):
+        text = prompt_of(9, seed=seed)[0].clamp(max=39)
+        session = DraftingSession(drafter, 40)
+        draft = session.draft(text, 5)
+        assert len(draft) == 5 and (draft < 40).all() and (draft != 3).all()
+        favourites = session.block(text, 5).logits.argmax(dim=-1)
+        wanted += int(((favourites == 3) | (favourites == 50)).sum())
+    assert wanted > 0
 
 
 def test_saved_and_loaded(tmp_path):
@@ -222,21 +225,23 @@ def test_stored_as_an_adapter(tmp_path):
     wrapped = get_peft_model(drafter, lora).get_base_model().eval()
     perturb(wrapped)
     wrapped.save_pretrained(tmp_path / "drafter")
-    expected = DraftingSession(wrapped, SoftChooser()).draft(prompt_of(9)[0], 5)
+    session = DraftingSession(wrapped, 67)
+    draft, logits = session.draft(prompt_of(9)[0], 5), session.block(prompt_of(9)[0], 5).logits
+    layout = lay_out(9, torch.tensor([[8]]), (4,))
+    ids = torch.cat([prompt_of(9), torch.zeros(1, 4, dtype=torch.long)], dim=1)
+    standing = torch.cat([torch.full((1, 9), -1), draft[None, :4]], dim=1)
+    expected = laws_by_definition(wrapped, ids, standing, layout)[8:]
     loaded = [
         D3DDrafterForCausalLM.from_pretrained(tmp_path / "drafter"),
         D3DDrafterForCausalLM.from_pretrained(tmp_path / "drafter", merge_adapter=False),
         D3DDrafterForCausalLM.from_target(target, adapter=tmp_path / "drafter"),
     ]
     for drafter in loaded:
-        torch.manual_seed(0)
-        again = DraftingSession(drafter, SoftChooser()).draft(prompt_of(9)[0], 1)
-        torch.testing.assert_close(again.law, expected.law[:1], atol=1e-4, rtol=1e-4)
-        layout = lay_out(9, torch.tensor([[8]]), (4,))
-        ids = torch.cat([prompt_of(9), torch.zeros(1, 4, dtype=torch.long)], dim=1)
-        standing = torch.cat([torch.full((1, 9), -1), expected.tokens[None, :4]], dim=1)
+        session = DraftingSession(drafter, 67)
+        torch.testing.assert_close(session.block(prompt_of(9)[0], 5).logits, logits, atol=1e-4, rtol=1e-4)
+        assert session.draft(prompt_of(9)[0], 5).tolist() == draft.tolist()
         laws = laws_by_definition(drafter, ids, standing, layout)[8:]
-        torch.testing.assert_close(laws, expected.law, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(laws, expected, atol=1e-4, rtol=1e-4)
 
 
 def rows_of(target, num_rows=6):
@@ -307,24 +312,3 @@ def test_rounds_played_through_are_those_of_generate():
 def test_sizes_are_checked(value):
     with pytest.raises(ValueError, match="chained_head_size is .*256 is usual"):
         D3DDrafterForCausalLM.from_backbone(tiny_model("llama"), chained_head_size=value)
-
-
-def test_the_law_of_a_few_candidates_is_that_of_a_whole_row():
-    """Warpers see the candidates alone; a row of the vocabulary with the others at -inf gives the same law."""
-    config = GenerationConfig(do_sample=True, temperature=0.9, top_k=6, top_p=0.95, min_p=0.02)
-    candidates = torch.tensor([30, 4, 17, 9, 25, 11, 2, 38])
-    logits = torch.randn(8, generator=torch.Generator().manual_seed(0))
-    chooser = TokenChooser(40, never_drafted=(9,), warpers=warpers_of(config))
-    row = torch.full((1, 40), float("-inf")).scatter(1, candidates[None], logits[None])
-    row[0, 9] = float("-inf")
-    expected = warp(row, warpers_of(config))
-    counts, num_draws = torch.zeros(40), 4000
-    torch.manual_seed(0)
-    for _ in range(num_draws):
-        token, law = chooser.choose_among(candidates, logits)
-        counts[token] += 1
-    torch.testing.assert_close(law, expected)
-    probabilities = expected.softmax(-1)[0]
-    assert 2 <= (probabilities > 0).sum() <= 6 and counts[probabilities == 0].sum() == 0
-    spread = (num_draws * probabilities * (1 - probabilities)).sqrt()
-    assert ((counts - num_draws * probabilities).abs() <= 4.5 * spread + 1e-6).all()

@@ -11,21 +11,14 @@ import torch.utils.cpp_extension
 from d3d_hf import D3DDrafterForCausalLM
 from d3d_hf.compiled import drafter as compiled
 from d3d_hf.compiled.drafter import compiled_drafter, pass_buckets
-from d3d_hf.decoding import AsyncCandidateGenerator, InlineWorker
+from d3d_hf.decoding.async_drafts import AsyncDrafts
+from d3d_hf.decoding.worker import InlineWorker
 from d3d_hf.model.drafting_session import DraftingSession
-from d3d_hf.model.token_chooser import TokenChooser
 from d3d_hf.testing import ForwardCounter, tiny_model
 from lossless import generate, prompt_of
 
 
 pytestmark = pytest.mark.skipif(torch.utils.cpp_extension.get_cxx_compiler() is None, reason="needs a C++ compiler")
-
-
-class SoftChooser(TokenChooser):
-    """Draws from the drafter's own law, so that laws are handed over."""
-
-    def __init__(self):
-        super().__init__(67, warpers=[])
 
 
 def drafter_of(architecture="llama", **kwargs):
@@ -34,18 +27,22 @@ def drafter_of(architecture="llama", **kwargs):
 
 
 def drafts_of(drafter, compile_drafter, seed=0, rounds=8):
-    """Laws of a few drafts after a text that grows by a few tokens each."""
-    session = DraftingSession(drafter, SoftChooser(), compile_drafter=compile_drafter)
+    """A few drafts after a text that grows by a few tokens each, and the logits of their blocks."""
+    session = DraftingSession(drafter, 67, compile_drafter=compile_drafter)
     generator = torch.Generator().manual_seed(seed)
-    text, laws = prompt_of(9)[0], []
+    text, drafts = prompt_of(9)[0], []
     for length in range(rounds):
-        torch.manual_seed(length)
-        session._chooser = SoftChooser()
         session.prepare()
-        draft = session.draft(text, 4)
-        laws.append((draft.tokens, draft.law))
+        block = session.block(text, 4)
+        drafts.append((session.reader.chain(block, 4).tolist(), block.logits.clone()))
         text = torch.cat([text, torch.randint(2, 67, (1 + length % 5,), generator=generator)])
-    return laws
+    return drafts
+
+
+def assert_same_drafts(ours, theirs):
+    for (tokens, logits), (other_tokens, other_logits) in zip(ours, theirs, strict=True):
+        assert tokens == other_tokens
+        torch.testing.assert_close(logits, other_logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
@@ -53,24 +50,15 @@ def test_drafts_are_those_of_eager_passes(architecture):
     drafter = drafter_of(architecture)
     eager, fast = drafts_of(drafter, False), drafts_of(drafter, True)
     assert compiled_drafter(drafter).num_static_passes >= 7, compiled_drafter(drafter).reason
-    for (tokens, law), (fast_tokens, fast_law) in zip(eager, fast, strict=True):
-        assert tokens.tolist() == fast_tokens.tolist()
-        torch.testing.assert_close(law, fast_law, atol=1e-4, rtol=1e-4)
+    assert_same_drafts(fast, eager)
 
     # other weights, other drafts
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     changed = drafts_of(drafter, False)
-    assert any(a[0].tolist() != b[0].tolist() for a, b in zip(changed, eager, strict=True))
-    for (tokens, law), (fast_tokens, fast_law) in zip(changed, drafts_of(drafter, True), strict=True):
-        assert tokens.tolist() == fast_tokens.tolist()
-        torch.testing.assert_close(law, fast_law, atol=1e-4, rtol=1e-4)
-
-
-class InlineGenerator(AsyncCandidateGenerator):
-    def _make_worker(self, drafter):
-        return InlineWorker()
+    assert [tokens for tokens, _ in changed] != [tokens for tokens, _ in eager]
+    assert_same_drafts(drafts_of(drafter, True), changed)
 
 
 def test_every_mode_and_runner_drafts_the_same(monkeypatch):
@@ -90,7 +78,7 @@ def test_every_mode_and_runner_drafts_the_same(monkeypatch):
             accepted.append(drafter.last_generation_stats.num_accepted)
             assert (compiled_drafter(drafter).num_static_passes > before) == compile_drafter
         assert accepted[0] == accepted[1]
-    monkeypatch.setattr("d3d_hf.decoding.AsyncCandidateGenerator", InlineGenerator)
+    monkeypatch.setattr(AsyncDrafts, "_make_worker", lambda self, drafter: InlineWorker())
     assert generate(target, prompt, drafter).tolist() == reference
     assert drafter.last_generation_stats.num_accepted == accepted[0]
 

@@ -19,11 +19,11 @@ from d3d_hf.compiled import target as target_module
 from d3d_hf.compiled.drafter import compiled_drafter, pass_buckets
 from d3d_hf.compiled.graphed import GraphedDrafter, GraphedTarget, static_masks
 from d3d_hf.compiled.pooled_cache import PooledCache, StoragePool
-from d3d_hf.decoding import AsyncCandidateGenerator, InlineWorker
+from d3d_hf.decoding.async_drafts import AsyncDrafts
+from d3d_hf.decoding.worker import InlineWorker
 from d3d_hf.model.drafting_session import DraftingSession
 from d3d_hf.model.packing import attention_masks, lay_out
 from d3d_hf.model.storage import GrowingCache
-from d3d_hf.model.token_chooser import TokenChooser
 from d3d_hf.testing import ForwardCounter, tiny_config, tiny_model
 from lossless import generate, prompt_of
 
@@ -45,26 +45,24 @@ def target_of(architecture="llama", **kwargs):
     return tiny_model(architecture, seed=5, initializer_range=0.2, num_layers=2, **kwargs)
 
 
-class SoftChooser(TokenChooser):
-    """Draws from the drafter's own law, so that laws are handed over."""
-
-    def __init__(self):
-        super().__init__(67, warpers=[])
-
-
 def drafts_of(drafter, compile_drafter, rounds=8):
-    """Laws of a few drafts after a text that grows by a few tokens each."""
-    session = DraftingSession(drafter, SoftChooser(), compile_drafter=compile_drafter)
+    """A few drafts after a text that grows by a few tokens each, and the logits of their blocks."""
+    session = DraftingSession(drafter, 67, compile_drafter=compile_drafter)
     generator = torch.Generator().manual_seed(0)
     text, drafts = prompt_of(9)[0], []
     for length in range(rounds):
-        torch.manual_seed(length)
-        session._chooser = SoftChooser()
         session.prepare()
-        drafts.append(session.draft(text, 4))
+        block = session.block(text, 4)
+        drafts.append((session.reader.chain(block, 4).tolist(), block.logits.clone()))
         text = torch.cat([text, torch.randint(2, 67, (1 + length % 5,), generator=generator)])
     session.close()
     return drafts
+
+
+def assert_same_drafts(ours, theirs):
+    for (tokens, logits), (other_tokens, other_logits) in zip(ours, theirs, strict=True):
+        assert tokens == other_tokens
+        torch.testing.assert_close(logits, other_logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "d3d_packed"])
@@ -106,20 +104,12 @@ def test_drafts_are_those_of_eager_passes(graphs, architecture, implementation):
     drafter.set_attn_implementation({"backbone_config": implementation})
     assert drafter._backbone.config._attn_implementation == implementation
     for _ in range(2):  # the second time over storage that was used before
-        graphed_drafts = drafts_of(drafter, True)
-        for ours, theirs in zip(graphed_drafts, eager, strict=True):
-            assert ours.tokens.tolist() == theirs.tokens.tolist()
-            torch.testing.assert_close(ours.law, theirs.law, atol=1e-4, rtol=1e-4)
+        assert_same_drafts(drafts_of(drafter, True), eager)
     state = compiled_drafter(drafter)
     assert isinstance(state, GraphedDrafter) and state.reason is None
     assert graphs.num_replays >= 14
     assert sorted(shape[-1] for shape in graphs.captures) == list(pass_buckets(4)[:2]), "captured once, lent again"
     assert set(graphs.sent) == {8 * bucket for bucket in pass_buckets(4)[:2]}, "integers alone go to the device"
-
-
-class InlineGenerator(AsyncCandidateGenerator):
-    def _make_worker(self, drafter):
-        return InlineWorker()
 
 
 @pytest.mark.parametrize("num_guesses", [0, 3])
@@ -138,7 +128,7 @@ def test_every_mode_and_runner_drafts_the_same(graphs, monkeypatch, num_guesses)
             assert (graphs.num_replays > before) == compile_drafter
         assert accepted[0] == accepted[1]
     assert graphs.threads == {threading.current_thread()}, "captures are the caller's business"
-    monkeypatch.setattr("d3d_hf.decoding.AsyncCandidateGenerator", InlineGenerator)
+    monkeypatch.setattr(AsyncDrafts, "_make_worker", lambda self, drafter: InlineWorker())
     assert generate(target, prompt, drafter).tolist() == reference
     assert drafter.last_generation_stats.num_accepted == accepted[0]
 
@@ -247,13 +237,11 @@ def test_changed_weights(graphs):
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     changed = drafts_of(drafter, True)
     assert len(graphs.captures) == num_captures
-    assert [draft.tokens.tolist() for draft in changed] != [draft.tokens.tolist() for draft in before]
-    for ours, theirs in zip(changed, drafts_of(drafter, False), strict=True):
-        torch.testing.assert_close(ours.law, theirs.law, atol=1e-4, rtol=1e-4)
+    assert [tokens for tokens, _ in changed] != [tokens for tokens, _ in before]
+    assert_same_drafts(changed, drafts_of(drafter, False))
     head = drafter._backbone.model.layers[0].mlp.down_proj
     head.weight = torch.nn.Parameter(head.weight.detach().flip(0).clone())
-    for ours, theirs in zip(drafts_of(drafter, True), drafts_of(drafter, False), strict=True):
-        torch.testing.assert_close(ours.law, theirs.law, atol=1e-4, rtol=1e-4)
+    assert_same_drafts(drafts_of(drafter, True), drafts_of(drafter, False))
     assert len(graphs.captures) == 2 * num_captures
 
 
@@ -264,13 +252,12 @@ def test_two_generations_at_once_have_storage_of_their_own(graphs):
     results = {}
 
     def first():
-        session = DraftingSession(drafter, SoftChooser(), compile_drafter=True)
+        session = DraftingSession(drafter, 67, compile_drafter=True)
         text = prompt_of(9)[0]
         for _ in range(2):
             session.prepare()
-            torch.manual_seed(0)
-            session._chooser = SoftChooser()
-            results["first"] = session.draft(text, 4)
+            block = session.block(text, 4)
+            results["first"] = [(session.reader.chain(block, 4).tolist(), block.logits.clone())]
             first_stands.set()
             assert second_is_done.wait(60)
         session.close()
@@ -282,9 +269,8 @@ def test_two_generations_at_once_have_storage_of_their_own(graphs):
     second_is_done.set()
     thread.join(60)
     assert not thread.is_alive()
-    for ours, theirs in zip(results["second"], expected, strict=True):
-        torch.testing.assert_close(ours.law, theirs.law, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(results["first"].law, expected[0].law, atol=1e-4, rtol=1e-4)
+    assert_same_drafts(results["second"], expected)
+    assert_same_drafts(results["first"], expected[:1])
     state = compiled_drafter(drafter)
     assert len(state.pool._idle) == 1, "of equal storages one is kept"
 
