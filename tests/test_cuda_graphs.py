@@ -14,10 +14,11 @@ from fake_graphs import FakeGraphs
 
 from d3d_hf import D3DDrafterForCausalLM, compile_target, uncompile_target
 from d3d_hf.compiled import drafter as drafter_module
-from d3d_hf.compiled import graphed
 from d3d_hf.compiled import target as target_module
 from d3d_hf.compiled.drafter import compiled_drafter, pass_buckets
-from d3d_hf.compiled.graphed import GraphedDrafter, GraphedTarget, static_masks
+from d3d_hf.compiled.graphed import integers_of, static_masks
+from d3d_hf.compiled.graphed_drafter import GraphedDrafter
+from d3d_hf.compiled.graphed_target import GraphedTarget
 from d3d_hf.compiled.pooled_cache import PooledCache, StoragePool
 from d3d_hf.decoding.async_drafts import AsyncDrafts
 from d3d_hf.decoding.worker import InlineWorker
@@ -73,7 +74,7 @@ def test_masks_are_those_of_an_eager_pass(architecture, implementation):
     config._attn_implementation = implementation
     layout = lay_out(3, torch.tensor([[9, 11]]), (4, 4), num_visible=torch.tensor([[0, 1]]), num_cached=9)
     bucket, capacity, num_tokens = 16, 32, layout.num_tokens
-    integers = graphed._integers(layout, bucket, torch.zeros(1, num_tokens))
+    integers = integers_of(layout, bucket, torch.zeros(1, num_tokens))
     masks, expected = static_masks(integers, config, capacity, torch.float32), None
     if implementation == "d3d_packed":
         config = copy.deepcopy(config)
@@ -199,7 +200,7 @@ def test_a_forward_that_fails_while_a_graph_is_made_leaves_the_cache_as_it_was(g
     target = target_of()
     reference = generate(target, prompt_of())
     compile_target(target)
-    update, num_updates = graphed.PooledCache.update, 0
+    update, num_updates = PooledCache.update, 0
 
     def failing(self, key_states, *args, **kwargs):
         nonlocal num_updates
@@ -208,7 +209,7 @@ def test_a_forward_that_fails_while_a_graph_is_made_leaves_the_cache_as_it_was(g
             raise MemoryError("out of memory")
         return update(self, key_states, *args, **kwargs)
 
-    monkeypatch.setattr(graphed.PooledCache, "update", failing)
+    monkeypatch.setattr(PooledCache, "update", failing)
     assert torch.equal(generate(target, prompt_of()), reference)
     assert target.__dict__["_compiled_target"].reason is not None and graphs.num_replays == 0
 

@@ -28,8 +28,9 @@ from d3d_hf.kernels import (
 )
 from d3d_hf.kernels.attention import HEAD_DIMS, has_triton, runs_kernel
 from d3d_hf.kernels.floors import pass_cost
+from d3d_hf.model.block import BlockReader
+from d3d_hf.model.extensions import extensions
 from d3d_hf.model.packing import attention_masks, lay_out, visibility_rule
-from d3d_hf.model.token_chooser import TokenChooser
 from d3d_hf.testing import ARCHITECTURES, tiny_model
 
 
@@ -351,18 +352,15 @@ def test_kernels_in_a_cuda_graph():
 
 @pytest.mark.gpu
 def test_greedy_drafts_are_chosen_by_the_kernel():
-    logits = torch.randn(6, 5000).bfloat16()
-    chooser = TokenChooser(4990, (17, 20))
-    expected, law = chooser.choose(logits)
-    tokens, law_on_gpu = chooser.choose(logits.cuda())
-    assert law is law_on_gpu is None and torch.equal(tokens.cpu(), expected)
+    logits, reader = torch.randn(6, 5000).bfloat16(), reader_of(4990)
+    tokens = reader._likeliest(logits.cuda())
+    assert torch.equal(tokens.cpu(), reader._likeliest(logits))
 
 
 def test_greedy_drafts_on_a_gpu_take_the_first_of_equals(monkeypatch):
     """The way of logits on a GPU, with the twin in the place of the kernel."""
-    logits = torch.randn(6, 50).bfloat16().round()  # ties
-    chooser = TokenChooser(40, (17, 20))
-    expected, _ = chooser.choose(logits)
+    logits, reader = torch.randn(6, 50).bfloat16().round(), reader_of(40)  # ties
+    expected = reader._likeliest(logits)
     calls = []
 
     def choose_on_cpu(logits, *limits):
@@ -372,7 +370,11 @@ def test_greedy_drafts_on_a_gpu_take_the_first_of_equals(monkeypatch):
     class OnGpu(torch.Tensor):
         is_cuda = True
 
-    monkeypatch.setattr("d3d_hf.kernels.choose_tokens", choose_on_cpu)
-    tokens, law = chooser.choose(logits.as_subclass(OnGpu))
-    assert calls == [(40, (17, 20))] and law is None
+    monkeypatch.setattr(extensions, "choose_tokens", choose_on_cpu)
+    tokens = reader._likeliest(logits.as_subclass(OnGpu))
+    assert calls == [(40, (17,))]
     assert torch.equal(tokens, expected)
+
+
+def reader_of(vocab_size: int) -> BlockReader:
+    return BlockReader(D3DDrafterForCausalLM.from_backbone(tiny_model(), mask_token_id=17), vocab_size)

@@ -18,7 +18,7 @@ from ..model.drafting_options import DraftingOptions
 from ..model.packing import PackedLayout, attention_masks, lay_out
 from ..model.storage import GrowingCache, capacity_for, first_capacity
 from .graph_backend import graphs_for
-from .graphed import GraphedDrafter, GraphedDraftingCache
+from .graphed_drafter import GraphedDrafter, GraphedDraftingCache
 from .static_passes import over_storage
 from .target import CompiledPasses
 

@@ -19,18 +19,17 @@ from transformers import PreTrainedModel
 
 from ..kernels.visibility import BRANCH, NO_WINDOW, NUM_CACHED, NUM_ROWS, WINDOW, dense_visibility, visibility_of
 from ..model.backbones import refuse_unpackable
-from ..model.packing import PADDING, PackedLayout, additive, lay_out, layer_windows
-from ..model.storage import MIN_CAPACITY, capacity_for, first_capacity
+from ..model.packing import PADDING, PackedLayout, additive, layer_windows
 from .graph_backend import CudaGraphs
 from .layer_graph import NotServedError
 from .pooled_cache import PooledCache, StoragePool
-from .static_passes import StaticPasses, layers_of, serves
+from .static_passes import StaticPasses, layers_of
 
 
 logger = logging.getLogger(__name__)
 
 # Rows of the tensor of integers, after those of visibility.py: token ids, and what the kind of pass needs besides.
-_IDS, _EXTRA, _NUM_INTEGERS = NUM_ROWS, NUM_ROWS + 1, NUM_ROWS + 2
+IDS, EXTRA, _NUM_INTEGERS = NUM_ROWS, NUM_ROWS + 1, NUM_ROWS + 2
 
 
 @dataclass
@@ -124,7 +123,7 @@ class GraphedPasses(StaticPasses):
         ids = torch.arange(bucket)[None] % self._num_embeddings
         layout = self._example(bucket, length)
         with torch.inference_mode(False), torch.autocast(self.device_type, enabled=False):
-            integers = _integers(layout, bucket, ids, self._extra(layout)).to(self.backend.device)
+            integers = integers_of(layout, bucket, ids, self._extra(layout)).to(self.backend.device)
 
             def function():
                 # Where keys and values go is read on the device: the next round's places are others.
@@ -177,13 +176,13 @@ class GraphedPasses(StaticPasses):
         return output
 
 
-def _integers(
+def integers_of(
     layout: PackedLayout, bucket: int, ids: torch.Tensor | None = None, extra: torch.Tensor | None = None
 ) -> torch.IntTensor:
     """What a pass reads, on the CPU: visibility, token ids and `extra` per token, padded to the bucket."""
     integers = torch.zeros(1, 1, _NUM_INTEGERS, bucket, dtype=torch.int)
     integers[:, :, :NUM_ROWS] = visibility_of(layout, num_tokens=bucket)
-    for row, values in ((_IDS, ids), (_EXTRA, extra)):
+    for row, values in ((IDS, ids), (EXTRA, extra)):
         if values is not None:
             integers[0, 0, row, : values.shape[-1]] = values[0]
     return integers
@@ -220,214 +219,4 @@ def static_masks(integers: torch.IntTensor, config, capacity: int, dtype: torch.
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-class GraphedTarget(GraphedPasses):
-    """
-    The graphed twin of [`CompiledTarget`], behind the same interface.
-
-    Graphs are captured by the forward that first needs them.
-    """
-
-    def make_cache(self, max_length: int | None = None) -> PooledCache:
-        return PooledCache(self.pool, max_length)
-
-    def forward(self, model: PreTrainedModel, kwargs: dict):
-        """The model's outputs, or `None` where its own forward must run."""
-        cache = kwargs.get(self.cache_argument)
-        if not isinstance(cache, PooledCache):
-            return None
-        cache.touch()
-        if not serves(self, model, kwargs, cache) or not self._is_served(cache) or _has_padding(kwargs):
-            return None
-        ids = kwargs["input_ids"]
-        num_tokens = ids.shape[1]
-        bucket = self._bucket_for(num_tokens)
-        cache.reserve(cache.get_seq_length() + bucket)
-        if bucket not in cache.storage.graphs:
-            self._make(model, cache, bucket)
-        if self.reason is not None:
-            return None
-        # Padding goes on after the text, as tokens of it: their keys lie behind what is counted.
-        layout = self._example(bucket, cache.get_seq_length())
-        rows = {_IDS: ids, _EXTRA: kwargs.get("position_ids")}
-        on_device = {row: tensor for row, tensor in rows.items() if tensor is not None}
-        logits = self._replay(cache, _integers(layout, bucket, extra=self._extra(layout)), num_tokens, on_device)
-        to_keep = kwargs.get("logits_to_keep") or num_tokens
-        return self._output_class(**{"logits": logits[:, -min(to_keep, num_tokens) :], self._cache_output: cache})
-
-    def _example(self, bucket: int, num_cached: int) -> PackedLayout:
-        return lay_out(bucket, num_cached=num_cached, device="cpu")
-
-    def _extra(self, layout: PackedLayout) -> torch.Tensor:
-        return layout.position_ids  # of RoPE; visibility goes by place
-
-    def _make(self, model: PreTrainedModel, cache: PooledCache, bucket: int):
-        plain_forward = type(model)._plain_class.forward
-
-        def run(integers):
-            outputs = plain_forward(
-                model,
-                input_ids=integers[0, :, _IDS].long(),
-                position_ids=integers[0, :, _EXTRA].long(),
-                attention_mask=static_masks(integers, model.config, cache.capacity, model.dtype),
-                use_cache=True,
-                return_dict=True,
-                **{self.cache_argument: cache},
-            )
-            others = {name for name, value in outputs.items() if value is not None and name != "logits"}
-            self._cache_output = next((name for name in others if outputs[name] is cache), None)
-            if others != {self._cache_output}:
-                raise NotServedError(f"its outputs hold more than logits: {sorted(others)}")
-            self._output_class = type(outputs)
-            return outputs.logits
-
-        def own(ids, layout):
-            return plain_forward(model, input_ids=ids, use_cache=True, **{self.cache_argument: cache}).logits
-
-        self._capture(model, cache, bucket, run, own)
-
-    @torch.no_grad()
-    def warm_up(self, model: PreTrainedModel, max_context: int):
-        """Captures every bucket at every capacity up to a context length."""
-        capacity = MIN_CAPACITY
-        ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-        while self.reason is None and capacity <= capacity_for(max_context + self.longest):
-            cache = self.make_cache(max_length=1)
-            type(model)._plain_class.forward(model, input_ids=ids, use_cache=True, **{self.cache_argument: cache})
-            cache.reserve(capacity)
-            for bucket in self._buckets:
-                self._make(model, cache, bucket)
-            capacity *= 2
-            cache.release()
-
-
-def _has_padding(kwargs: dict) -> bool:
-    mask = kwargs.get("attention_mask")
-    return mask is not None and not bool(mask.all())
-
-
-class GraphedDrafter(GraphedPasses):
-    """
-    The graphed twin of [`CompiledDrafter`], behind the same interface: its caches run the passes of a session.
-
-    Args:
-        drafter ([`D3DDrafterForCausalLM`]): The drafter. It is not referred to.
-        buckets (`tuple[int, ...]`): Tokens of a static pass, ascending; the second holds every synchronous draft.
-        backend ([`CudaGraphs`]): Captures and replays.
-    """
-
-    def __init__(self, drafter, buckets: tuple[int, ...], backend: CudaGraphs):
-        super().__init__(drafter._backbone, buckets, backend)
-
-    @property
-    def ready(self) -> bool:
-        """Whether drafting runs graphed without being asked to: capturing is cheap enough to always pay."""
-        return self.reason is None
-
-    @property
-    def longest_synchronous(self) -> int:
-        return self._buckets[1]
-
-    def make_cache(self, compiles: bool = True) -> "GraphedDraftingCache":
-        return GraphedDraftingCache(self)
-
-    def make(self, drafter, cache: PooledCache, bucket: int):
-        """Captures a pass over a cache's storage, unless it is there."""
-        backbone = drafter._backbone
-
-        def run(integers):
-            ids, is_mask_slot = integers[0, :, _IDS].long(), integers[0, :, _EXTRA].bool()
-            embeds = drafter.embed_slots(ids, is_mask_slot)
-            outputs = backbone.base_model(
-                inputs_embeds=embeds,
-                position_ids=integers[0, :, 0].long(),
-                attention_mask=static_masks(integers, backbone.config, cache.capacity, embeds.dtype),
-                use_cache=True,
-                **{self.cache_argument: cache},
-            )
-            return outputs.last_hidden_state
-
-        def own(ids, layout):
-            return drafter._run_backbone(drafter.embed_slots(ids, layout.is_mask_slot), layout, cache)
-
-        self._capture(backbone, cache, bucket, run, own)
-
-    def run(self, cache: PooledCache, input_ids: torch.Tensor, layout: PackedLayout) -> torch.Tensor | None:
-        """The last hidden states of a pass, of shape `(1, tokens, hidden)`, or `None` where it must run eagerly."""
-        num_tokens = input_ids.shape[1]
-        bucket = self._bucket_for(num_tokens)
-        cache.touch()
-        if (
-            bucket is None
-            or input_ids.shape[0] != 1
-            or not self._is_served(cache)
-            or bucket not in cache.storage.graphs
-            or not self._has_room(cache, bucket)
-            or layout.num_cached != cache.get_seq_length()
-        ):
-            return None
-        values = _integers(layout, bucket, input_ids.cpu(), self._extra(layout).cpu())
-        return self._replay(cache, values, num_tokens, on_device={})
-
-    def _example(self, bucket: int, num_cached: int) -> PackedLayout:
-        return lay_out(1, torch.tensor([[num_cached]]), (bucket - 1,), num_cached=num_cached)
-
-    def _extra(self, layout: PackedLayout) -> torch.Tensor:
-        return layout.is_mask_slot
-
-    @torch.no_grad()
-    def warm_up(self, drafter, max_context: int, longest: int):
-        """Captures the buckets up to `longest` tokens at every capacity up to a context length."""
-        capacity = first_capacity(1)
-        while self.reason is None and capacity <= capacity_for(max_context + longest + self.longest_synchronous):
-            cache = self.make_cache()
-            ids = torch.zeros(1, 1, dtype=torch.long)
-            drafter.packed_forward(ids, lay_out(1, device="cpu"), cache=cache, logits_to_keep=1)
-            cache.reserve(capacity)
-            for bucket in self.buckets_up_to(longest):
-                if self._has_room(cache, bucket):
-                    self.make(drafter, cache, bucket)
-            capacity *= 2
-            cache.release()
-
-
-class GraphedDraftingCache(PooledCache):
-    """
-    The KV storage of one session; `packed_forward` asks it to run the pass. Ids and layouts are wanted on the CPU: all
-    of them together are one copy.
-
-    Args:
-        passes ([`GraphedDrafter`]): Where passes are captured.
-    """
-
-    def __init__(self, passes: GraphedDrafter):
-        super().__init__(passes.pool)
-        self._passes = passes
-
-    def prepare(self, drafter, num_packed: int | None = None):
-        """
-        Captures what the next passes need and lack, over larger storage if the text has come near the end of this. For
-        the caller's thread, while no pass runs.
-
-        Args:
-            num_packed (`int`, *optional*): Tokens of a packed pass at most; `None` for synchronous drafts alone.
-        """
-        passes = self._passes
-        if self.storage is None or passes.reason is not None:
-            return  # the prefill runs eagerly, and decides how large the storage is
-        wanted = passes.longest_synchronous if num_packed is None else num_packed
-        buckets = passes.buckets_up_to(wanted)
-        # A packed pass may come after a first one over its context.
-        self.reserve(self.get_seq_length() + buckets[-1] + passes.longest_synchronous)
-        for bucket in buckets:
-            passes.make(drafter, self, bucket)
-
-    def is_ready_for(self, num_tokens: int) -> bool:
-        """Whether a pass of so many tokens would be replayed, once it is prepared."""
-        return self._passes.reason is None and num_tokens <= self._passes.longest
-
-    def run_static(self, input_ids: torch.Tensor, layout: PackedLayout) -> torch.Tensor | None:
-        """See [`GraphedDrafter.run`]."""
-        return self._passes.run(self, input_ids, layout)
-
-
-__all__ = ["GraphedDrafter", "GraphedDraftingCache", "GraphedPasses", "GraphedTarget", "StaticPass", "static_masks"]
+__all__ = ["EXTRA", "IDS", "GraphedPasses", "StaticPass", "integers_of", "static_masks"]

@@ -21,7 +21,7 @@ from ..model.backbones import cache_argument
 from ..model.generation_hook import is_drafter
 from ..model.storage import MIN_CAPACITY, GrowingCache, capacity_for
 from .graph_backend import graphs_for
-from .graphed import GraphedTarget
+from .graphed_target import GraphedTarget
 from .layer_graph import LayerGraph, NotServedError, has_hooks, signature_of
 from .packed_weights import PackedWeights, can_pack, packed_linear
 from .static_passes import StaticPasses, layers_of, over_storage, serves
