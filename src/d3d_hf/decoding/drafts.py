@@ -85,7 +85,7 @@ class Drafts:
         """A block's tree, or its chain."""
         if block is None:
             return None
-        if self._drafts_chains():
+        if not self._takes_trees:
             return DraftTree(self._builder.chain(block, depth))
         size = self.options.draft_tree_size
         most = self._size_rule.largest if size == "auto" else size
@@ -94,9 +94,6 @@ class Drafts:
         if self.options.draft_from_text:
             tree = self._with_text(tree, text, depth, most)
         return tree.first(self._size_rule.choose(tree.chances.tolist())) if size == "auto" else tree
-
-    def _drafts_chains(self) -> bool:
-        return not self._takes_trees
 
     def _with_text(self, tree: DraftTree, text: torch.LongTensor, depth: int, num_nodes: int) -> DraftTree:
         """A tree with what followed in the text where it stood as it stands now."""
