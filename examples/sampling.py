@@ -1,5 +1,6 @@
 """
-Sampling with a drafter: a seed gives the text that it gives without one, up to rounding. `python examples/sampling.py`.
+Sampling with a drafter: a seed gives the text that it gives without one, up to rounding:
+`python examples/sampling.py`.
 """
 
 import argparse

@@ -1,5 +1,5 @@
 """
-A chat that streams, token by token as without a drafter. Two turns are said for you, more with `--interactive`:
+A chat that streams as it does without a drafter. Two turns are said for you, more with `--interactive`:
 `python examples/streaming_chat.py --interactive`.
 """
 
