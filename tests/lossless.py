@@ -1,8 +1,12 @@
 """Helpers of the generation tests: the same call with and without a drafter."""
 
+import copy
+
 import torch
 
 from d3d_hf import D3DDrafterForCausalLM
+from d3d_hf.model.drafting_options import DraftingOptions
+from d3d_hf.model.generation_hook import Call
 from d3d_hf.testing import (
     ForwardCounter,
     acceptance_profile_drafter,
@@ -24,6 +28,14 @@ def prompt_of(length=PROMPT_LENGTH, seed=0):
 def generate(target, prompt, drafter=None, **kwargs):
     kwargs = {"max_new_tokens": 33, "do_sample": False, "attention_mask": torch.ones_like(prompt), **kwargs}
     return target.generate(prompt, assistant_model=drafter, **kwargs)
+
+
+def call_of(target, prompt, drafter, max_length=60) -> Call:
+    """A greedy call as `generate` would hand it to a door, for tests that draft without it."""
+    config = copy.deepcopy(target.generation_config)
+    config.max_length = max_length
+    options = DraftingOptions.resolve(config, drafter.generation_config, drafter.config.block_size)
+    return Call(target, drafter, prompt, config, {}, options)
 
 
 def drafters_of(reference, **kwargs):

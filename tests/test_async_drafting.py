@@ -5,6 +5,7 @@ import functools
 import gc
 import json
 import pickle
+import random
 import subprocess
 import sys
 import textwrap
@@ -17,18 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d3d_hf import D3DDrafterForCausalLM, D3DTrainer, D3DTrainingArguments
-from d3d_hf.decoding import (
-    AsyncCandidateGenerator,
-    Branch,
-    Calibration,
-    InlineWorker,
-    PackedSession,
-    ThreadWorker,
-    plan_branches,
-)
-from d3d_hf.decoding.packed_drafts import guesses_without
+from d3d_hf.decoding import async_drafts
+from d3d_hf.decoding.async_drafts import AsyncDrafts
+from d3d_hf.decoding.packed_drafts import PackedSession, guesses_without
+from d3d_hf.decoding.planner import Branch, Calibration, plan_branches
+from d3d_hf.decoding.worker import InlineWorker, ThreadWorker
 from d3d_hf.model.packing import lay_out
-from d3d_hf.model.token_chooser import TokenChooser
 from d3d_hf.testing import (
     ARCHITECTURES,
     ForwardCounter,
@@ -37,7 +32,7 @@ from d3d_hf.testing import (
     oracle_drafter,
     tiny_model,
 )
-from lossless import BLOCK_SIZE, drafters_of, generate, prompt_of
+from lossless import BLOCK_SIZE, call_of, drafters_of, generate, prompt_of
 from test_sampling import LAWS, NUM_TESTS, VOCAB_SIZE, drafter_of, transition_p_value, transitions
 
 
@@ -50,7 +45,53 @@ def asynchronous(drafter, **options):
 
 @pytest.fixture
 def inline(monkeypatch):
-    monkeypatch.setattr(AsyncCandidateGenerator, "_make_worker", lambda self, drafter: InlineWorker())
+    monkeypatch.setattr(AsyncDrafts, "_make_worker", lambda self, drafter: InlineWorker())
+
+
+class Orders:
+    """
+    Decides, by events, what comes first in each round: the packed pass (`"draft"`), the target's forward (`"verify"`),
+    or neither (`"free"`).
+
+    Args:
+        choose (`Callable`): Called for each round.
+    """
+
+    def __init__(self, target, monkeypatch, choose):
+        self._orders, self._packed, self._verified = {}, {}, {}
+        self._round = None  # the id of the one that is to be verified
+        submit, pack, forward = AsyncDrafts._submit, PackedSession.pack, target.forward
+
+        def submitting(drafts, *args):
+            which = drafts._round_id + 1
+            self._orders[which] = choose()
+            self._packed[which], self._verified[which] = threading.Event(), threading.Event()
+            submit(drafts, *args)
+            self._round = None if drafts._pending is None else drafts._round_id
+
+        def packing(session, *args, **kwargs):
+            which = kwargs["round_id"]
+            if self._orders[which] == "verify":
+                assert self._verified[which].wait(20)
+            try:
+                return pack(session, *args, **kwargs)
+            finally:
+                self._packed[which].set()
+
+        @functools.wraps(forward)
+        def verifying(*args, **kwargs):
+            which, self._round = self._round, None
+            if which is not None and self._orders[which] == "draft":
+                assert self._packed[which].wait(20)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                if which is not None:
+                    self._verified[which].set()
+
+        monkeypatch.setattr(AsyncDrafts, "_submit", submitting)
+        monkeypatch.setattr(PackedSession, "pack", packing)
+        target.forward = verifying
 
 
 # The packed pass
@@ -83,7 +124,7 @@ def test_every_branch_equals_an_unpacked_forward(architecture, guess_source):
         def tokens(count):
             return torch.randint(2, 67, (count,), generator=generator)
 
-        session = PackedSession(drafter, TokenChooser(67))
+        session = PackedSession(drafter, 67)
         text = tokens(7)
         for round_id, (draft_length, num_accepted) in enumerate(history):
             num_accepted = min(num_accepted, draft_length)
@@ -101,7 +142,8 @@ def test_every_branch_equals_an_unpacked_forward(architecture, guess_source):
                     assert branch.guess != int(whole[len(text) + branch.num_accepted]), "the rejected token"
                 anchor = len(text) - 1 + branch.num_accepted
                 expected = branch_logits_by_definition(drafter, whole, anchor, branch.guess)
-                torch.testing.assert_close(session.logits_of(drafts, index), expected, atol=1e-5, rtol=1e-5)
+                logits = session.block_of(drafts, index, bonus=2).logits
+                torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
             text = torch.cat([whole[: len(text) + num_accepted], tokens(1)])
 
     check()
@@ -261,35 +303,24 @@ def test_a_caller_that_does_something_else_than_verify_gets_a_draft_of_its_text(
     target, prompt = tiny_model("llama", seed=11), prompt_of()
     reference = generate(target, prompt)
     drafter = asynchronous(oracle_drafter(reference, block_size=4))
-    config = copy.deepcopy(target.generation_config)
-    config.max_length = 60
-    candidates = drafter.make_candidate_generator(target, config, {})
+    drafts = AsyncDrafts(call_of(target, prompt, drafter))
     try:
         for length in (6, 7, 14, 9, 10, 30):  # jumps ahead and back are no verdicts
-            ids, _ = candidates.get_candidates(reference[:, :length])
+            tree = drafts.next(reference[0, :length], room=60 - length - 1)
             if length in (7, 10):
-                assert ids[0, length:].tolist() == reference[0, length : length + 4].tolist()
+                assert tree.tokens.tolist() == reference[0, length : length + 4].tolist()
             else:
-                assert ids.shape[1] == length
+                assert len(tree) == 0
     finally:
-        candidates.close()
+        drafts.close()
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_delays_on_either_side_change_nothing(seed):
-    """25 short generations each, 300 in all, with 0 to 5 ms before every forward of either model."""
-    generator = torch.Generator().manual_seed(seed)
+def test_whichever_side_is_faster_changes_nothing(seed, monkeypatch):
+    """25 short generations each, 300 in all; in each round one side waits for the other, or neither does."""
+    rng = random.Random(seed)
     target, twin = tiny_model("llama", seed=seed), tiny_model("qwen3", seed=seed)
     forward = target.forward
-
-    def wait():
-        time.sleep(0.005 * float(torch.rand((), generator=generator)))
-
-    @functools.wraps(forward)
-    def slow_forward(*args, **kwargs):
-        wait()
-        return forward(*args, **kwargs)
-
     for turn in range(25):
         prompt = prompt_of(1 + turn % 9, seed=25 * seed + turn)
         reference = generate(target, prompt, max_new_tokens=12)
@@ -297,10 +328,9 @@ def test_delays_on_either_side_change_nothing(seed):
             drafter = acceptance_profile_drafter(reference, [0.9, 0.6], seed=turn, block_size=4)
         else:
             drafter = D3DDrafterForCausalLM.from_backbone(twin, block_size=4)
-        packed = drafter.packed_forward
-        drafter.packed_forward = lambda *args, packed=packed, **kwargs: wait() or packed(*args, **kwargs)
-        target.forward = slow_forward
-        output = generate(target, prompt, asynchronous(drafter, num_bonus_guesses=turn % 3), max_new_tokens=12)
+        with monkeypatch.context() as patch:
+            Orders(target, patch, lambda: rng.choice(["draft", "verify", "free"]))
+            output = generate(target, prompt, asynchronous(drafter, num_bonus_guesses=turn % 3), max_new_tokens=12)
         target.forward = forward
         assert output.tolist() == reference.tolist()
         assert drafter.last_generation_stats.num_errors == 0
@@ -358,20 +388,23 @@ def test_transitions_follow_the_targets_law(law, kind, options):
         assert hits["guessed"] > 0
 
 
-def test_same_seed_same_ids_threaded_or_inline_however_delayed(monkeypatch):
+@pytest.mark.parametrize("order", ["draft", "verify", "free", "inline"])
+def test_same_seed_same_ids_threaded_or_inline_whichever_side_is_faster(order, monkeypatch):
     target = memoryless_model(VOCAB_SIZE, seed=1)
     prompt = torch.tensor([[2, 3]])
 
-    def sample(seed, delay=0.0):
-        drafter = asynchronous(drafter_of("own"))
-        packed = drafter.packed_forward
-        drafter.packed_forward = lambda *args, **kwargs: time.sleep(delay) or packed(*args, **kwargs)
+    def sample(seed, drafter=None):
         torch.manual_seed(seed)
         return target.generate(prompt, max_new_tokens=30, do_sample=True, assistant_model=drafter).tolist()
 
-    threaded, delayed, other = sample(5), sample(5, delay=0.004), sample(6)
-    monkeypatch.setattr(AsyncCandidateGenerator, "_make_worker", lambda self, drafter: InlineWorker())
-    assert threaded == delayed == sample(5) != other
+    plain, other = sample(5), sample(6)
+    drafter = asynchronous(drafter_of("own"))
+    if order == "inline":
+        monkeypatch.setattr(AsyncDrafts, "_make_worker", lambda self, drafter: InlineWorker())
+    else:
+        Orders(target, monkeypatch, lambda: order)
+    assert sample(5, drafter) == plain != other
+    assert drafter.last_generation_stats.num_rounds < 30 and drafter.last_generation_stats.num_errors == 0
 
 
 # Faults
@@ -392,7 +425,8 @@ def failing(kind, release=None):
 
 @pytest.mark.parametrize("after", [0, 3])
 @pytest.mark.parametrize("kind", ["raises", "out of memory", "hangs", "nan"])
-def test_a_failure_ends_drafting_with_one_warning_or_raises(kind, after, caplog):
+def test_a_failure_ends_drafting_with_one_warning_or_raises(kind, after, caplog, monkeypatch):
+    monkeypatch.setattr(async_drafts, "_WAIT_S", 1.0)
     target, prompt = tiny_model("llama", seed=11), prompt_of()
     reference, release = generate(target, prompt), threading.Event()
     threads = threading.active_count()
@@ -419,6 +453,7 @@ def test_a_failure_ends_drafting_with_one_warning_or_raises(kind, after, caplog)
         if action == "warn":
             assert torch.equal(generate(target, prompt, drafter), reference)
             assert caplog.text.count("Drafting failed") == 1
+            assert drafter.last_generation_stats.num_errors == 1
         else:
             with pytest.raises(RuntimeError, match="Drafting failed"):
                 generate(target, prompt, drafter)
@@ -438,10 +473,8 @@ def test_a_failure_ends_drafting_with_one_warning_or_raises(kind, after, caplog)
 def test_an_interruption_leaves_no_job_no_cache_and_the_threads_as_they_were(monkeypatch):
     target, prompt = tiny_model("llama", seed=11), prompt_of()
     drafter = asynchronous(D3DDrafterForCausalLM.from_backbone(target, block_size=4))
-    made, make = [], D3DDrafterForCausalLM.make_candidate_generator
-    monkeypatch.setattr(
-        D3DDrafterForCausalLM, "make_candidate_generator", lambda *a, **k: made.append(make(*a, **k)) or made[-1]
-    )
+    made, make = [], PackedSession.__init__
+    monkeypatch.setattr(PackedSession, "__init__", lambda self, *a, **k: made.append(self) or make(self, *a, **k))
     torch.set_num_threads(2)
     reference = generate(target, prompt)
     forward, calls, threads = target.forward, [], threading.active_count()
@@ -458,7 +491,7 @@ def test_an_interruption_leaves_no_job_no_cache_and_the_threads_as_they_were(mon
         generate(target, prompt, drafter)
     target.forward = forward
     assert threading.active_count() == threads and torch.get_num_threads() == 2
-    assert made[-1]._session.num_cached == 0
+    assert len(made) == 1 and made[0].num_cached == 0 and made[0]._cache is None
     assert torch.equal(generate(target, prompt, drafter), reference)
     assert torch.get_num_threads() == 2
     del kept_traceback
@@ -530,6 +563,9 @@ def test_a_process_that_ends_during_a_generation_ends_cleanly(ending):
     code = f"""
         import copy, sys, threading, torch
         from d3d_hf import D3DDrafterForCausalLM
+        from d3d_hf.decoding.async_drafts import AsyncDrafts
+        from d3d_hf.model.drafting_options import DraftingOptions
+        from d3d_hf.model.generation_hook import Call
         from d3d_hf.testing import tiny_model
         torch.set_num_threads(1)
         target = tiny_model("llama")
@@ -549,8 +585,10 @@ def test_a_process_that_ends_during_a_generation_ends_cleanly(ending):
             drafter.packed_forward = lambda *args, **kwargs: threading.Event().wait()
         config = copy.deepcopy(target.generation_config)
         config.max_length = 500
-        candidates = drafter.make_candidate_generator(target, config, dict())
-        candidates.get_candidates(prompt)
+        options = DraftingOptions.resolve(config, drafter.generation_config, 4)
+        drafts = AsyncDrafts(Call(target, drafter, prompt, config, dict(), options))
+        drafts.next(prompt[0], room=400)
+        assert drafts._pending is not None
     """
     start = time.monotonic()
     result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=120, capture_output=True, text=True)

@@ -6,8 +6,9 @@ import random
 import pytest
 import torch
 
-from d3d_hf import D3DDrafterForCausalLM, candidate_generator
-from d3d_hf.decoding import ModeSelector, auto
+from d3d_hf import D3DDrafterForCausalLM
+from d3d_hf.decoding import async_drafts, auto_drafts, drafts, loop
+from d3d_hf.decoding.mode_selector import ModeSelector
 from d3d_hf.testing import memoryless_model, oracle_drafter, tiny_model
 from lossless import BLOCK_SIZE, assert_same, drafters_of, generate, prompt_of
 from test_sampling import LAWS, NUM_TESTS, VOCAB_SIZE, drafter_of, transition_p_value, transitions
@@ -79,7 +80,7 @@ def test_choices_name_rounds_and_rates():
     assert chosen["mode"] == "none" and "none 20.0 tokens/s" in chosen["reason"]
 
 
-# The generator
+# Whole generations
 
 
 def in_auto_mode(drafter):
@@ -100,9 +101,11 @@ def test_every_change_of_mode_leaves_greedy_ids_alone(any_mode):
     target = tiny_model("llama", seed=3, initializer_range=0.2)
     prompt = prompt_of()
     reference = generate(target, prompt, max_new_tokens=60)
-    for drafter in drafters_of(reference).values():
+    for name, drafter in drafters_of(reference).items():
         assert_same(target, prompt, in_auto_mode(drafter), reference=reference, max_new_tokens=60)
         assert drafter.last_generation_stats.mode == "auto"
+        if name == "oracle":
+            assert drafter.last_generation_stats.num_rounds < 45
 
 
 def test_every_change_of_mode_leaves_the_law_alone(any_mode):
@@ -134,7 +137,7 @@ class Clock:
 @pytest.mark.parametrize("is_useful", [True, False])
 def test_a_generation_settles_on_what_pays(is_useful, monkeypatch):
     clock = Clock()
-    for module in (auto, candidate_generator):
+    for module in (auto_drafts, async_drafts, drafts, loop):
         monkeypatch.setattr(module, "time", clock)
     target = tiny_model("llama", seed=3, initializer_range=0.2)
     prompt = prompt_of()
@@ -144,7 +147,7 @@ def test_a_generation_settles_on_what_pays(is_useful, monkeypatch):
         drafter = D3DDrafterForCausalLM.from_backbone(tiny_model("qwen3", seed=9), block_size=BLOCK_SIZE)
     in_auto_mode(drafter)
     monkeypatch.setattr(drafter, "packed_forward", clock.ticking(drafter.packed_forward, 0.045))
-    monkeypatch.setattr(auto.AutoCandidateGenerator, "_least_async_seconds", lambda self: None)
+    monkeypatch.setattr(auto_drafts.AutoDrafts, "_least_async_seconds", lambda self: None)
     target.forward = clock.ticking(target.forward, 0.050)
     generate(target, prompt, drafter, max_new_tokens=120)
     stats = drafter.last_generation_stats

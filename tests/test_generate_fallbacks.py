@@ -33,7 +33,8 @@ def assert_plain_with_one_warning(target, prompt, drafter, reason, caplog, **kwa
         assert torch.equal(output, reference)
         assert forwards.count == reference.shape[1] - prompt.shape[1]
     assert caplog.text.count("Generating without drafts") == 1 and reason in caplog.text
-    assert drafter.last_generation_stats is None
+    stats = drafter.last_generation_stats
+    assert stats.door == "plain" and reason in stats.door_reason and stats.num_rounds == 0
 
 
 def test_batches(target, drafter, caplog):
@@ -74,6 +75,7 @@ def test_static_caches_where_transformers_takes_them(target, given):
     with ForwardCounter(target) as forwards:
         assert torch.equal(generate(target, prompt, drafter, **make()), reference)
     assert forwards.count == 6
+    assert drafter.last_generation_stats.door == "candidate generator"
 
 
 class UncroppableCache(transformers.DynamicCache):
@@ -86,10 +88,12 @@ def test_caches_that_cannot_be_rolled_back(target, drafter, caplog):
     prompt = prompt_of()
     reference = generate(target, prompt)
     for _ in range(2):
-        assert torch.equal(
-            generate(target, prompt, drafter, **{cache_argument(target): UncroppableCache()}), reference
-        )
+        cache = UncroppableCache()
+        with ForwardCounter(target) as forwards:
+            assert torch.equal(generate(target, prompt, drafter, **{cache_argument(target): cache}), reference)
+        assert forwards.count == 33 and cache.get_seq_length() == 38
     assert caplog.text.count("UncroppableCache, cannot be rolled back") == 1
+    assert drafter.last_generation_stats.door == "plain"
 
 
 @pytest.mark.parametrize("kwargs", [{"num_beams": 3}, {"num_beams": 2, "do_sample": True}])
@@ -99,6 +103,7 @@ def test_beams_are_searched_without_the_drafter(target, drafter, kwargs):
     reference = generate(target, prompt, **kwargs)
     torch.manual_seed(0)
     assert torch.equal(generate(target, prompt, drafter, **kwargs), reference)
+    assert drafter.last_generation_stats is None
 
 
 def test_several_return_sequences_are_refused_by_transformers(target, drafter):
@@ -129,6 +134,17 @@ def test_a_wrong_option_is_an_error_and_no_work_is_done(target, drafter):
     with ForwardCounter(target) as forwards, pytest.raises(ValueError, match="num_assistant_tokens is -1"):
         generate(target, prompt_of(), drafter)
     assert forwards.count == 0
+
+
+def test_statistics_say_what_the_last_call_ran_in(target, drafter):
+    batch = torch.cat([prompt_of(), prompt_of(seed=1)])
+    for _ in range(2):
+        generate(target, prompt_of(), drafter)
+        stats = drafter.last_generation_stats
+        assert (stats.door, stats.door_reason) == ("loop", None) and stats.num_rounds > 0
+        generate(target, batch, drafter)
+        stats = drafter.last_generation_stats
+        assert stats.door == "plain" and "batch size is 2" in stats.door_reason and stats.num_rounds == 0
 
 
 def test_dictionary_outputs_of_plain_fallbacks(target, drafter):

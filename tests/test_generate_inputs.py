@@ -1,5 +1,7 @@
 """What a call of generate may be given: masks, positions, earlier caches, embeddings, any length of prompt."""
 
+import functools
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Gemma3Config, Gemma3ForConditionalGeneration
@@ -79,27 +81,41 @@ def test_extra_model_arguments(target):
 
 @pytest.mark.parametrize("kept_by_caller", [True, False])
 def test_a_cache_continued_from_an_earlier_turn(target, kept_by_caller, caplog):
-    """The whole text is passed with the cache of a part of it: right, and one warning says what it costs."""
-    first = prompt_of(20)
-    key = cache_argument(target)
+    """The whole text is passed with the cache of a part of it: only what it lacks is read, and it goes on."""
+    first, key = prompt_of(20), cache_argument(target)
 
-    def second_turn(drafter):
+    def second_turn(drafter, assistant_of_first_turn=None):
         cache = DynamicCache() if kept_by_caller else DynamicCache(config=target.config)
-        answer = generate(target, first, max_new_tokens=6, **{key: cache})
+        answer = generate(target, first, assistant_of_first_turn, max_new_tokens=6, **{key: cache})
         text = torch.cat([answer, prompt_of(4, seed=1)], dim=1)
-        return generate(target, text, drafter, **{key: cache}), cache, text
+        fed = []
+        forward = target.forward
 
-    reference, _, text = second_turn(None)
+        @functools.wraps(forward)
+        def counting(input_ids=None, **kwargs):
+            fed.append(input_ids.shape[1])
+            return forward(input_ids=input_ids, **kwargs)
+
+        target.forward = counting
+        try:
+            return generate(target, text, drafter, **{key: cache}), cache, fed, text
+        finally:
+            target.forward = forward
+
+    reference, plain_cache, plain_fed, text = second_turn(None)
+    assert text.shape[1] == 30 and plain_fed[0] == 5
     for name, drafter in drafters_of(reference).items():
-        with ForwardCounter(target) as forwards:
-            output, cache, _ = second_turn(drafter)
-        assert torch.equal(output, reference), name
-        assert cache.get_seq_length() == output.shape[1] - 1, "the caller's cache goes on"
-        has_dropped_keys = "gemma" in target.config.model_type and not kept_by_caller
-        if name == "oracle":
-            assert forwards.count == 6 + (33 if has_dropped_keys else 6)
-            assert ("dropped keys" if has_dropped_keys else "its prefill dearer") in caplog.text
-    assert text.shape[1] == 30
+        for earlier in (None, drafter):
+            output, cache, fed, _ = second_turn(drafter, earlier)
+            assert torch.equal(output, reference), name
+            assert cache.get_seq_length() == output.shape[1] - 1 == plain_cache.get_seq_length()
+            for ours, theirs in zip(cache.layers, plain_cache.layers, strict=True):
+                torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(ours.values, theirs.values, atol=1e-4, rtol=1e-4)
+            if name == "oracle":
+                assert fed == [5 + 5, 6, 6, 6, 6, 3], "the text is not fed again"
+            assert drafter.last_generation_stats.num_rounds == len(fed)
+    assert not caplog.records
 
 
 def test_a_cache_whose_text_is_not_passed_again_runs_plain(caplog):
@@ -115,8 +131,10 @@ def test_a_cache_whose_text_is_not_passed_again_runs_plain(caplog):
             new, attention_mask=mask, max_new_tokens=9, do_sample=False, assistant_model=drafter, **{key: cache}
         )
 
-    assert torch.equal(second_turn(oracle_drafter(first)), second_turn(None))
-    assert "pass the whole text" in caplog.text
+    drafter = oracle_drafter(first)
+    assert torch.equal(second_turn(drafter), second_turn(None))
+    assert caplog.text.count("pass the whole text") == 1
+    assert drafter.last_generation_stats.door == "plain"
 
 
 def test_inputs_embeds_are_refused_before_any_work():

@@ -27,6 +27,7 @@ from transformers import (
 
 import d3d_hf
 from d3d_hf import D3DDrafterForCausalLM
+from d3d_hf.decoding.target_pass import TargetPasses
 from d3d_hf.model.packing import lay_out
 from d3d_hf.testing import ForwardCounter, tiny_config, tiny_model, tiny_tokenizer
 from lossless import BLOCK_SIZE, assert_same, assert_same_for_every_drafter, drafters_of, generate, prompt_of
@@ -205,19 +206,27 @@ def test_targets_with_recurrent_states(kind):
         generate(target, prompt_of(), own_drafter(tiny_model("llama")))
 
 
-def test_mask_token_of_the_vocabulary_is_never_drafted(target):
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("tree_size", [0, 12])
+def test_mask_token_of_the_vocabulary_is_never_drafted(target, mode, tree_size, monkeypatch):
     """Also where it is the drafter's favourite: the draft goes on with the next best."""
     drafter = own_drafter(target, mask_token_id=5)
     with torch.no_grad():
         drafter.lm_head.weight[5] = 100 * drafter.lm_head.weight.abs().max()
-    assert_same(target, prompt_of(), drafter)
-    config = copy.deepcopy(target.generation_config)
-    config.max_length = 99
-    for config.do_sample in (False, True):
-        candidates = drafter.make_candidate_generator(target, config, {})
-        for seed in range(20):
-            ids, _ = candidates.get_candidates(prompt_of(seed=seed))
-            assert 5 not in ids[0, 6:].tolist()
+    drafter.generation_config.drafting_mode, drafter.generation_config.draft_tree_size = mode, tree_size
+    drafter.generation_config.draft_from_text = False  # what the text holds may be any token
+    verified, run = [], TargetPasses.run
+    monkeypatch.setattr(
+        TargetPasses, "run", lambda self, ids, tree: verified.extend(tree.tokens.tolist()) or run(self, ids, tree)
+    )
+    for seed in range(5):
+        reference = generate(target, prompt_of(seed=seed))
+        with ForwardCounter(target) as forwards:
+            assert torch.equal(generate(target, prompt_of(seed=seed), drafter), reference)
+        assert forwards.count == drafter.last_generation_stats.num_rounds < (20 if mode == "sync" else 33)
+        for do_sample in (False, True):
+            generate(target, prompt_of(seed=seed), drafter, do_sample=do_sample)
+    assert len(verified) > 100 and 5 not in verified
 
 
 def test_a_pipeline_takes_the_drafter_as_an_object(target):

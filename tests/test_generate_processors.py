@@ -1,11 +1,12 @@
-"""Logits processors: each built-in one at least once, a user's own, and sampling warpers that the drafter lacks."""
+"""Logits processors, with a state or without: each built-in one at least once, and a user's own; sampling warpers."""
 
 import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessor, SynthIDTextWatermarkingConfig, WatermarkingConfig
 
-from d3d_hf.testing import ARCHITECTURES, noisy_oracle_drafter, oracle_drafter, tiny_model
-from lossless import PROMPT_LENGTH, assert_same_for_every_drafter, drafters_of, generate, prompt_of
+from d3d_hf.model.drafting_options import DraftingOptions
+from d3d_hf.testing import ARCHITECTURES, ForwardCounter, oracle_drafter, tiny_model
+from lossless import PROMPT_LENGTH, assert_same, assert_same_for_every_drafter, drafters_of, generate, prompt_of
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +71,16 @@ def test_a_users_own_processor(target):
     assert_same_for_every_drafter(target, prompt_of(), make_kwargs=lambda: {"logits_processor": [PositionBias()]})
 
 
-def test_processors_are_called_by_transformers_alone(target):
-    """On every drafted prefix and one token more, in order: drafting adds no call of its own."""
-    prompt, processor = prompt_of(), PositionBias()
-    reference = generate(target, prompt, logits_processor=[PositionBias()])
-    drafter = noisy_oracle_drafter(reference, [2], block_size=4)
-    assert torch.equal(generate(target, prompt, drafter, logits_processor=[processor]), reference)
-    stats = drafter.last_generation_stats
-    assert len(processor.lengths_seen) == stats.num_drafted + stats.num_rounds
+def test_processors_see_what_they_see_in_plain_decoding(target):
+    """Each true prefix once, in order, however many tokens a round accepts or rejects."""
+    prompt, plain = prompt_of(), PositionBias()
+    reference = generate(target, prompt, logits_processor=[plain])
+    for name, drafter in drafters_of(reference).items():
+        processor = PositionBias()
+        with ForwardCounter(target) as forwards:
+            assert torch.equal(generate(target, prompt, drafter, logits_processor=[processor]), reference)
+        assert processor.lengths_seen == plain.lengths_seen == list(range(PROMPT_LENGTH, PROMPT_LENGTH + 33))
+        assert forwards.count == {"oracle": 6, "anti": 33}.get(name, drafter.last_generation_stats.num_rounds)
 
 
 class OneCallPerToken(LogitsProcessor):
@@ -94,14 +97,39 @@ class OneCallPerToken(LogitsProcessor):
         return scores
 
 
-def test_stateful_processors_are_a_documented_limit_of_every_assistant(target):
-    """The text differs from plain generation, in the same way under transformers' own assistants."""
+class Grammar(LogitsProcessor):
+    """As a constrained decoder: reads each new token, and rejects a text that is not the one that it has read."""
+
+    def __init__(self):
+        self.read = None
+
+    def __call__(self, input_ids, scores):
+        ids = input_ids[0].tolist()
+        assert self.read is None or ids[:-1] == self.read, "a token was taken back, or read twice"
+        self.read = ids
+        allowed = torch.full_like(scores, float("-inf"))
+        allowed[:, sum(ids) % 3 :: 3] = 0
+        return scores + allowed
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("make", [OneCallPerToken, Grammar])
+def test_processors_with_a_state(target, make, mode, monkeypatch):
+    """Other assistants call them on text that is rejected later; here they are called once per emitted token."""
+    monkeypatch.setattr(DraftingOptions, "drafting_mode", mode)
     prompt = prompt_of()
-    plain = generate(target, prompt, logits_processor=[OneCallPerToken()])
-    drafted = generate(target, prompt, oracle_drafter(plain), logits_processor=[OneCallPerToken()])
-    stock = generate(target, prompt, tiny_model("llama", seed=5), logits_processor=[OneCallPerToken()])
-    assert drafted.shape == plain.shape
-    assert not torch.equal(stock, plain)
+    reference = generate(target, prompt, logits_processor=[make()])
+    for name, drafter in drafters_of(reference).items():
+        assert_same(
+            target,
+            prompt,
+            drafter,
+            num_forwards={"oracle": {"sync": 6, "async": 7}[mode], "anti": 33}.get(name),
+            reference=reference,
+            make_kwargs=lambda: {"logits_processor": [make()]},
+        )
+    with pytest.raises(AssertionError, match="taken back, or read twice"):  # which makes the test worth its name
+        generate(target, prompt, tiny_model("llama", seed=5), logits_processor=[Grammar()])
 
 
 SAMPLING = {
@@ -117,38 +145,58 @@ SAMPLING = {
 
 
 @pytest.mark.parametrize("name", SAMPLING)
-def test_sampling_stays_within_what_the_warpers_allow(target, name):
-    """Whatever the drafter proposes, no emitted token has probability zero under the target's warped law."""
+def test_sampled_ids_and_scores_are_those_of_plain_generation(target, name):
+    """Under the same seed, whatever is drafted; so no token comes out that the warpers rule out."""
     prompt, kwargs = prompt_of(), {"top_k": 0, **SAMPLING[name]}
-    reference = generate(target, prompt)
-    for drafter_name, drafter in drafters_of(reference).items():
+
+    def sample(drafter=None):
         torch.manual_seed(0)
-        output = generate(
+        return generate(
             target, prompt, drafter, do_sample=True, return_dict_in_generate=True, output_scores=True, **kwargs
         )
+
+    plain = sample()
+    for drafter_name, drafter in drafters_of(plain.sequences).items():
+        with ForwardCounter(target) as forwards:
+            output = sample(drafter)
+        assert torch.equal(output.sequences, plain.sequences), drafter_name
+        assert forwards.count == {"oracle": 6, "anti": 33}.get(drafter_name, drafter.last_generation_stats.num_rounds)
         new = output.sequences[0, PROMPT_LENGTH:]
         assert len(output.scores) == len(new) == 33
-        chosen = torch.cat(output.scores).gather(1, new[:, None])
-        assert torch.isfinite(chosen).all(), drafter_name
+        for ours, theirs in zip(output.scores, plain.scores, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+        assert torch.isfinite(torch.cat(output.scores).gather(1, new[:, None])).all(), drafter_name
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize(
     "kwargs",
     [
         {"guidance_scale": 1.5},
         {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[654, 400, 836], ngram_len=3)},
     ],
+    ids=["guidance", "synth_id"],
 )
-def test_built_in_processors_with_a_state_run_plain_with_one_warning(target, kwargs, caplog):
-    """They count on one call per token, so that drafting would change the text."""
+def test_built_in_processors_with_a_state_are_drafted_for(target, kwargs, do_sample, caplog):
+    """They count on one call per token, and get it. Guidance runs the target a second time for each token."""
     prompt = prompt_of()
-    drafter = oracle_drafter(generate(target, prompt))
-    for _ in range(2):
+
+    def sample(drafter=None):
         torch.manual_seed(1)
-        reference = generate(target, prompt, do_sample=True, **kwargs)
-        torch.manual_seed(1)
-        assert torch.equal(generate(target, prompt, drafter, do_sample=True, **kwargs), reference)
-    assert caplog.text.count("must be called once per token") == 1
+        with ForwardCounter(target) as forwards:
+            return generate(target, prompt, drafter, do_sample=do_sample, **kwargs), forwards.count
+
+    reference, num_plain = sample()
+    assert not torch.equal(reference, generate(target, prompt)), "the processor must matter in this test"
+    num_own = num_plain - 33  # the processor's
+    assert num_own == (33 if "guidance_scale" in kwargs else 0)
+    for name, drafter in drafters_of(reference).items():
+        output, num_forwards = sample(drafter)
+        assert torch.equal(output, reference), name
+        stats = drafter.last_generation_stats
+        assert stats.door == "loop" and num_forwards - num_own == stats.num_rounds
+        assert stats.num_rounds == {"oracle": 6, "anti": 33}.get(name, stats.num_rounds)
+    assert not caplog.records
 
 
 def test_a_forced_first_token(target):

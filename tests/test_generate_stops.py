@@ -8,6 +8,7 @@ from transformers import StoppingCriteria
 from d3d_hf import D3DDrafterForCausalLM
 from d3d_hf.testing import (
     ForwardCounter,
+    anti_oracle_drafter,
     memoryless_model,
     oracle_drafter,
     tiny_model,
@@ -153,15 +154,23 @@ class StopsAfter(StoppingCriteria):
         return torch.full((input_ids.shape[0],), done)
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("extra", range(9))
-def test_custom_criteria_are_seen_at_the_ends_of_blocks_only(target, prompt, free, extra):
-    """As under every assistant of transformers (README says so): the text may run on to the end of its round."""
+def test_custom_criteria_see_every_token(target, prompt, free, extra, mode):
+    """Once, in order; the text ends where it ends without a drafter, inside a block too."""
     wanted = PROMPT_LENGTH + 4 + extra
-    output = generate(target, prompt, oracle_drafter(free, block_size=5), stopping_criteria=[StopsAfter(wanted)])
-    assert torch.equal(output, free[:, : output.shape[1]])
-    assert wanted <= output.shape[1] <= wanted + 5
-    reference = generate(target, prompt, stopping_criteria=[StopsAfter(wanted)])
+    plain = StopsAfter(wanted)
+    reference = generate(target, prompt, stopping_criteria=[plain])
     assert reference.shape[1] == wanted
+    for make in (oracle_drafter, anti_oracle_drafter):
+        criterion, drafter = StopsAfter(wanted), make(free, block_size=5)
+        drafter.generation_config.drafting_mode = mode
+        with ForwardCounter(target) as forwards:
+            assert torch.equal(generate(target, prompt, drafter, stopping_criteria=[criterion]), reference)
+        assert criterion.lengths_seen == plain.lengths_seen == list(range(PROMPT_LENGTH + 1, wanted + 1))
+        num_new = wanted - PROMPT_LENGTH
+        num_rounds = -(-num_new // 6) if mode == "sync" else 1 + -(-(num_new - 1) // 6)
+        assert forwards.count == (num_rounds if make is oracle_drafter else num_new)
 
 
 def test_criteria_that_never_fire_change_nothing(target, prompt):
@@ -170,5 +179,8 @@ def test_criteria_that_never_fire_change_nothing(target, prompt):
 
 def test_max_time_that_is_over_ends_the_generation(target, prompt, free):
     output = generate(target, prompt, oracle_drafter(free), max_time=1e-9)
-    assert output.shape[1] < free.shape[1] and torch.equal(output, free[:, : output.shape[1]])
-    assert torch.equal(generate(target, prompt, oracle_drafter(free), max_time=1e9), free)
+    assert torch.equal(output, generate(target, prompt, max_time=1e-9)), "after the first token"
+    assert output.shape[1] == PROMPT_LENGTH + 1
+    with ForwardCounter(target) as forwards:
+        assert torch.equal(generate(target, prompt, oracle_drafter(free), max_time=1e9), free)
+    assert forwards.count == 6

@@ -1,22 +1,21 @@
-"""Under sampling the law of the output is the target's own.
+"""Under sampling the ids are those of plain generate under the same seed, and so the law is the target's own.
 
 The target's law is known exactly: its next token depends on the last one alone, so that the transitions of a few long
 generations give one chi-square. Seeds are fixed; every bound is p > 1e-4, corrected for the number of tests here.
 """
 
-import itertools
 from collections import Counter
 
 import pytest
 import torch
 from scipy.stats import chi2
-from transformers import GenerationConfig
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-import d3d_hf
 from d3d_hf import D3DDrafterForCausalLM
-from d3d_hf.model.token_chooser import TokenChooser, warpers_of
-from d3d_hf.model.verification import warp
+from d3d_hf.decoding.walk import Walk
+from d3d_hf.model import generation_hook
 from d3d_hf.testing import ForwardCounter, memoryless_model, tiny_model, transition_logits
+from lossless import drafters_of, generate, prompt_of
 
 
 VOCAB_SIZE = 7
@@ -41,7 +40,13 @@ def p_value(observed: torch.Tensor, expected: torch.Tensor, num_constraints: int
 
 def warped_probs(logits, law):
     """The target's probabilities as transformers warps them, shape of `logits`."""
-    return warp(logits, warpers_of(GenerationConfig(**law))).softmax(-1)
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(law["temperature"])])
+    if law["top_k"]:
+        warpers.append(TopKLogitsWarper(law["top_k"]))
+    if law["top_p"] < 1:
+        warpers.append(TopPLogitsWarper(law["top_p"]))
+    rows = logits.reshape(-1, logits.shape[-1])
+    return warpers(torch.zeros(len(rows), 1, dtype=torch.long), rows).softmax(-1).view_as(logits)
 
 
 @pytest.fixture(scope="module")
@@ -97,26 +102,34 @@ def test_several_denoising_steps_follow_the_targets_law(target):
     assert transition_p_value(counts, target, LAWS["plain"]) > 1e-4 / NUM_TESTS
 
 
-def test_the_stock_protocol_follows_the_targets_law(target):
-    d3d_hf.uninstall_generation_hook()
-    try:
-        counts = transitions(target, drafter_of("own"), LAWS["temperature"], num_generations=5)
-    finally:
-        d3d_hf.install_generation_hook()
+def test_the_second_door_follows_the_targets_law(target, monkeypatch):
+    """transformers' own assisted loop draws for rejected tokens too: other ids than plain's, and the same law."""
+    monkeypatch.setattr(generation_hook, "_doors", [door for door in generation_hook._doors if door.name != "loop"])
+    drafter = drafter_of("own")
+    with ForwardCounter(target) as forwards:
+        counts = transitions(target, drafter, LAWS["temperature"], num_generations=5)
+    assert drafter.last_generation_stats.door == "candidate generator"
+    assert forwards.count < 0.75 * 3000, "drafts must be accepted at all"
     assert transition_p_value(counts, target, LAWS["temperature"]) > 1e-4 / NUM_TESTS
 
 
-def test_the_chi_square_finds_an_argmax_draft_with_a_soft_law(target, monkeypatch):
-    """Negative control: the classic mistake must be found with the same number of tokens."""
-    choose = TokenChooser.choose
+@pytest.mark.parametrize("law", ["plain", "top_k"])
+def test_the_chi_square_finds_a_walk_that_prefers_drafts(target, law, monkeypatch):
+    """Negative control: where the token drawn is none of the draft's, this walk draws once more."""
+    call, choose = Walk.__call__, Walk._choose
 
-    def argmax_with_soft_law(self, logits):
-        _, law = choose(self, logits)
-        return law.argmax(-1), law
+    def with_a_look_at_the_draft(self, tree, output):
+        self.drafted = set(tree.tokens.tolist())
+        return call(self, tree, output)
 
-    monkeypatch.setattr(TokenChooser, "choose", argmax_with_soft_law)
-    counts = transitions(target, drafter_of("own"), LAWS["plain"], num_generations=3)
-    assert transition_p_value(counts, target, LAWS["plain"]) < 1e-9
+    def choose_again(self, logits):
+        token = choose(self, logits)
+        return token if token in self.drafted else choose(self, logits)
+
+    monkeypatch.setattr(Walk, "__call__", with_a_look_at_the_draft)
+    monkeypatch.setattr(Walk, "_choose", choose_again)
+    counts = transitions(target, drafter_of("own"), LAWS[law], num_generations=3)
+    assert transition_p_value(counts, target, LAWS[law]) < 1e-9
 
 
 def enumerated_law(target, prompt, length, law, eos=None):
@@ -163,51 +176,59 @@ def test_three_tokens_follow_the_enumerated_law(eos):
     assert p_value(observed, num_samples * probabilities, num_constraints=1) > 1e-4 / NUM_TESTS
 
 
-def test_drafts_are_drawn_from_the_law_handed_over(target):
-    drafter = drafter_of("other")
-    config = GenerationConfig(do_sample=True, max_length=99, **LAWS["top_k"])
-    generator = drafter.make_candidate_generator(target, config, model_kwargs={})
-    prompt = torch.tensor([[2, 3]])
-    num_draws, counts, law = 1500, torch.zeros(4, VOCAB_SIZE), None
-    for _ in range(num_draws):
-        ids, handed = generator.get_candidates(prompt)
-        assert law is None or torch.equal(law, handed)
-        law = handed
-        counts[torch.arange(4), ids[0, 2:]] += 1
-    expected = num_draws * law[0].softmax(-1)
-    assert law.dtype == torch.float32 and law.shape == (1, 4, VOCAB_SIZE)
-    assert not counts[expected == 0].any()
-    assert p_value(counts.flatten(), expected.flatten(), num_constraints=4) > 1e-4 / NUM_TESTS
+def sampled(target, prompt, seed, drafter=None, **kwargs):
+    """Ids, and where the global generator stands afterwards."""
+    torch.manual_seed(seed)
+    output = generate(target, prompt, drafter, do_sample=True, **kwargs)
+    return output.tolist(), torch.get_rng_state().tolist()
 
 
-def test_same_seed_same_ids():
-    target = memoryless_model(VOCAB_SIZE, seed=1)
-    drafter = drafter_of("own")
+@pytest.mark.parametrize("mode", ["sync", "async", "auto"])
+@pytest.mark.parametrize("law", ["temperature", "top_p"])
+def test_the_same_seed_gives_the_ids_of_plain_generate(law, mode):
+    """Whatever is drafted; and the global generator is left where plain generate leaves it."""
+    target, prompt, law = tiny_model("llama", seed=11, initializer_range=0.2), prompt_of(), LAWS[law]
+    expected = [sampled(target, prompt, seed, **law) for seed in (5, 6)]
+    assert expected[0][0] != expected[1][0]
+    for seed, plain in zip((5, 6), expected):
+        for name, drafter in drafters_of(torch.tensor(plain[0])).items():
+            drafter.generation_config.drafting_mode = mode
+            drafter.generation_config.on_draft_error = "raise"
+            with ForwardCounter(target) as forwards:
+                assert sampled(target, prompt, seed, drafter, **law) == plain, name
+            assert forwards.count == drafter.last_generation_stats.num_rounds
+            if name == "oracle" and mode != "auto":
+                assert forwards.count == {"sync": 6, "async": 7}[mode]
 
-    def sample(seed):
-        torch.manual_seed(seed)
-        prompt = torch.tensor([[2, 3]])
-        return target.generate(prompt, max_new_tokens=40, do_sample=True, assistant_model=drafter).tolist()
 
-    outputs = [sample(seed) for seed in (5, 5, 6)]
-    assert outputs[0] == outputs[1] != outputs[2]
+def test_what_is_drawn_for_all_nodes_together_is_what_plain_generate_draws(monkeypatch):
+    """As on a GPU: noise is drawn ahead, and the generator left where the accepted tokens' draws leave it."""
+    make, num_rows = Walk.__init__, []
+
+    def as_on_a_gpu(self, call):
+        make(self, call)
+        self._draws_together = True
+
+    draw_together = Walk._draw_together
+    monkeypatch.setattr(Walk, "__init__", as_on_a_gpu)
+    monkeypatch.setattr(
+        Walk, "_draw_together", lambda self, *args: num_rows.append(len(args[1])) or draw_together(self, *args)
+    )
+    target, prompt, law = tiny_model("llama", seed=11, initializer_range=0.2), prompt_of(), LAWS["top_k"]
+    plain = sampled(target, prompt, 5, **law)
+    for name, drafter in drafters_of(torch.tensor(plain[0])).items():
+        assert sampled(target, prompt, 5, drafter, **law) == plain, name
+    assert max(num_rows) == 6 and min(num_rows) == 1
 
 
-def test_slots_are_drawn_independently_given_the_text(target):
-    """The handed laws are a product law, so pairs of slots must be independent."""
-    drafter = drafter_of("other")
-    config = GenerationConfig(do_sample=True, max_length=99, **LAWS["plain"])
-    generator = drafter.make_candidate_generator(target, config, model_kwargs={})
-    pairs = Counter()
-    num_draws = 1500
-    for _ in range(num_draws):
-        ids, law = generator.get_candidates(torch.tensor([[2, 3]]))
-        pairs[tuple(ids[0, 2:4].tolist())] += 1
-    probs = law[0].softmax(-1)
-    every = list(itertools.product(range(VOCAB_SIZE), repeat=2))
-    observed = torch.tensor([pairs[pair] for pair in every], dtype=torch.float)
-    expected = num_draws * (probs[0, :, None] * probs[1, None, :]).flatten()
-    assert p_value(observed, expected, num_constraints=1) > 1e-4 / NUM_TESTS
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_greedy_generation_draws_nothing(mode):
+    target, prompt = tiny_model("llama", seed=11), prompt_of()
+    drafter = D3DDrafterForCausalLM.from_backbone(target, block_size=4)
+    drafter.generation_config.drafting_mode = mode
+    state = torch.get_rng_state()
+    generate(target, prompt, drafter)
+    assert drafter.last_generation_stats.num_drafted > 0 and torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from ..model.packing import PackedLayout, attention_masks, lay_out
 from ..model.storage import GrowingCache, capacity_for, first_capacity
 from .graph_backend import graphs_for
 from .graphed_drafter import GraphedDrafter, GraphedDraftingCache
+from .static_passes import over_storage
 from .target import CompiledPasses
 
 
@@ -144,11 +145,7 @@ class CompiledDrafter(CompiledPasses):
         num_missing = bucket - embeds.shape[1]
         positions = layout.position_ids
         layout = dataclasses.replace(layout, is_plain_causal=False)  # its mask is to be written out
-        masks = attention_masks(layout, stand_in.config, embeds.dtype)
-        if isinstance(masks, dict):
-            masks = {name: _over_storage(mask, cache.capacity, bucket) for name, mask in masks.items()}
-        else:
-            masks = _over_storage(masks, cache.capacity, bucket)
+        masks = over_storage(attention_masks(layout, stand_in.config, embeds.dtype), cache.capacity, bucket)
         if num_missing:
             embeds = torch.cat([embeds, embeds[:, -1:].expand(1, num_missing, -1)], dim=1)
             positions = torch.cat([positions, positions[:, -1:].expand(1, num_missing)], dim=1)
@@ -221,18 +218,6 @@ class DraftingCache(GrowingCache):
     def run_pass(self, embeds: torch.Tensor, layout: PackedLayout) -> torch.Tensor | None:
         """See [`CompiledDrafter.run`]."""
         return self._compiled.run(self, embeds, layout)
-
-
-def _over_storage(mask: torch.Tensor, capacity: int, num_tokens: int) -> torch.Tensor:
-    """
-    A mask over what is filled, of shape `(1, 1, tokens, filled)`, as one over the whole storage and a whole bucket,
-    `(1, 1, num_tokens, capacity)`. Padding sees the storage's first place: a row that sees nothing gives NaN.
-    """
-    hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-    whole = mask.new_full((1, 1, num_tokens, capacity), hidden)
-    whole[:, :, : mask.shape[2], : mask.shape[3]] = mask
-    whole[:, :, mask.shape[2] :, 0] = True if mask.dtype == torch.bool else 0.0
-    return whole
 
 
 def warm_up(drafter, max_context: int):

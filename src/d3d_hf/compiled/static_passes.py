@@ -87,6 +87,11 @@ class StaticPasses:
             logger.warning(f"{type(model).__name__} cannot be compiled and runs as before: {reason}.")
 
     @property
+    def draft_sizes(self) -> tuple[int, ...]:
+        """Draft tokens that fill a pass, behind the token that they hang on."""
+        return tuple(bucket - 1 for bucket in self._buckets if bucket > 1)
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest static pass."""
         return self._buckets[-1]
@@ -137,7 +142,7 @@ def serves(passes: StaticPasses, model: PreTrainedModel, kwargs: dict, cache: Gr
         and ids is not None
         and ids.shape[0] == 1
         and ids.shape[1] <= passes.longest
-        and (mask is None or mask.dim() == 2)
+        and (mask is None or isinstance(mask, dict) or mask.dim() in (2, 4))
         and isinstance(to_keep, int)
         and kwargs.get("use_cache") is not False
         and kwargs.get("return_dict", model.config.return_dict) is not False
@@ -150,4 +155,24 @@ def serves(passes: StaticPasses, model: PreTrainedModel, kwargs: dict, cache: Gr
     )
 
 
-__all__ = ["StaticPasses", "layers_of", "serves"]
+def over_storage(masks, capacity: int, num_tokens: int):
+    """
+    Masks of a pass over what is filled, each of shape `(1, 1, tokens, filled)`, as those of a whole bucket over the
+    whole storage, `(1, 1, num_tokens, capacity)`. Padding is seen by nothing, and sees the storage's first place: a
+    row that sees nothing gives NaN.
+
+    Args:
+        masks (`torch.Tensor` or `dict` of them): Boolean or additive.
+        capacity (`int`): Of the storage.
+        num_tokens (`int`): Of the bucket.
+    """
+    if isinstance(masks, dict):
+        return {name: over_storage(mask, capacity, num_tokens) for name, mask in masks.items()}
+    hidden = False if masks.dtype == torch.bool else torch.finfo(masks.dtype).min
+    whole = masks.new_full((1, 1, num_tokens, capacity), hidden)
+    whole[:, :, : masks.shape[2], : masks.shape[3]] = masks
+    whole[:, :, masks.shape[2] :, 0] = True if masks.dtype == torch.bool else 0.0
+    return whole
+
+
+__all__ = ["StaticPasses", "layers_of", "over_storage", "serves"]

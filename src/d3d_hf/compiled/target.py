@@ -24,12 +24,12 @@ from .graph_backend import graphs_for
 from .graphed_target import GraphedTarget
 from .layer_graph import LayerGraph, NotServedError, has_hooks, signature_of
 from .packed_weights import PackedWeights, can_pack, packed_linear
-from .static_passes import StaticPasses, layers_of, serves
+from .static_passes import StaticPasses, layers_of, over_storage, serves
 
 
 logger = logging.getLogger(__name__)
 
-DRAFT_LENGTHS = (8, 16)
+DRAFT_LENGTHS = (8, 16, 32)
 
 _STATE = "_compiled_target"
 
@@ -53,7 +53,7 @@ def compile_target(
 
     Args:
         model (`PreTrainedModel`): A decoder-only model; its class becomes a subclass of itself.
-        draft_lengths (sequence of `int`, *optional*, defaults to `(8, 16)`):
+        draft_lengths (sequence of `int`, *optional*, defaults to `(8, 16, 32)`):
             Draft tokens of one verification, at most; a shorter draft is padded to the next length. A longer one runs
             eagerly. Length 0, plain decoding, is always there.
         max_context (`int`, *optional*):
@@ -106,6 +106,11 @@ def compiled_target(model: PreTrainedModel, **kwargs):
 
 class _CompiledModel:
     """Goes before a model's class in the class that `compile_target` gives it."""
+
+    @property
+    def draft_tree_sizes(self) -> tuple[int, ...]:
+        """Nodes of a draft that compiled passes are made for: those of draft trees are chosen among them."""
+        return self.__dict__[_STATE].draft_sizes
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, mode, batch_size, max_cache_length, **kwargs
@@ -225,7 +230,11 @@ class CompiledTarget(CompiledPasses):
                 return None
         plain_forward, stand_in = type(model)._plain_class.forward, self._stand_in
         outputs = self._run_static(
-            model, cache, bucket, num_tokens, lambda: plain_forward(stand_in, **_padded(kwargs, bucket))
+            model,
+            cache,
+            bucket,
+            num_tokens,
+            lambda: plain_forward(stand_in, **_padded(kwargs, bucket, cache.capacity)),
         )
         if outputs is None:
             return None
@@ -332,13 +341,15 @@ def _sharing(module: nn.Module, changes: dict[str, nn.Module]) -> nn.Module:
     return twin
 
 
-def _padded(kwargs: dict, bucket: int) -> dict:
+def _padded(kwargs: dict, bucket: int, capacity: int) -> dict:
     """A call's arguments for `bucket` tokens: the last one repeated, at the positions that follow, all logits kept."""
     ids, mask, positions = kwargs["input_ids"], kwargs.get("attention_mask"), kwargs.get("position_ids")
     num_missing = bucket - ids.shape[1]
     padded = {name: value for name, value in kwargs.items() if name != "logits_to_keep"}
     padded["input_ids"] = torch.cat([ids, ids[:, -1:].expand(1, num_missing)], dim=1)
-    if mask is not None:
+    if isinstance(mask, dict) or (mask is not None and mask.dim() == 4):
+        padded["attention_mask"] = over_storage(mask, capacity, bucket)
+    elif mask is not None:
         padded["attention_mask"] = torch.cat([mask, mask.new_ones(1, num_missing)], dim=1)
     if positions is not None:
         after = torch.arange(1, num_missing + 1, device=positions.device)

@@ -82,6 +82,9 @@ class AsyncDrafts(Drafts):
             raise FloatingPointError("the drafter's logits are NaN")
         return self._shaped(block, text, depth)
 
+    def _drafts_chains(self) -> bool:
+        return True  # a packed pass drafts for the verdicts on a chain
+
     def _prepare_next(self, text: torch.LongTensor, tree: DraftTree, room: int):
         if room > 1:  # else the text ends with this round or the next, which has no room for a draft
             self._submit(text, tree)

@@ -14,7 +14,8 @@ class CallDraws:
     """
 
     def __init__(self, call: Call):
-        self._noise = call.noise
+        self._noise, self._stats = call.noise, call.stats
+        self._stats.ranked_by = "noise"
         self._settings = {}
         for processor in call.arguments.get("logits_processor") or ():
             if type(processor) is TemperatureLogitsWarper:
@@ -29,6 +30,8 @@ class CallDraws:
     def next(self, depth: int) -> Draws | None:
         """Of so many levels; `None` where the draws cannot be foreseen."""
         if not self._noise.is_foreseeable:
+            self._stats.ranked_by = "law"
+            self._stats.ranking_reason = "something else draws from the global generator between the target's draws"
             return None
         return Draws(torch.cat([self._noise.row(level) for level in range(depth)]), **self._settings)
 

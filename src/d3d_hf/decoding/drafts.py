@@ -12,7 +12,7 @@ from .call_draws import CallDraws
 from .draft_tree import DraftTree
 from .ngrams import TextChances, TextIndex, merge
 from .tree_building import TreeBuilder
-from .tree_size import SizeRule, costs_of
+from .tree_size import TREE_SIZES, SizeRule, costs_of
 
 
 class Drafts:
@@ -33,7 +33,7 @@ class Drafts:
         self._session = self._make_session(call.drafter, call.target.config.get_text_config().vocab_size)
         self._builder = TreeBuilder(call.drafter, call.target.config.get_text_config().vocab_size)
         self._takes_trees = takes_trees and self.options.draft_tree_size != 0
-        self._size_rule = SizeRule(costs_of(call.target))
+        self._size_rule = SizeRule(costs_of(call.target), getattr(call.target, "draft_tree_sizes", TREE_SIZES))
         self._draws = CallDraws(call) if call.noise is not None else None
         self._index, self._text_chances = TextIndex(), TextChances()
         self._continuations, self._num_known, self._num_drafts = [], 0, 0
@@ -85,14 +85,18 @@ class Drafts:
         """A block's tree, or its chain."""
         if block is None:
             return None
-        if not self._takes_trees:
+        if self._drafts_chains():
             return DraftTree(self._builder.chain(block, depth))
         size = self.options.draft_tree_size
         most = self._size_rule.largest if size == "auto" else size
-        tree = self._builder.tree(block, most, depth, None if self._draws is None else self._draws.next(depth))
+        draws = None if self._draws is None else self._draws.next(depth)
+        tree = self._builder.tree(block, most, depth, draws)
         if self.options.draft_from_text:
             tree = self._with_text(tree, text, depth, most)
         return tree.first(self._size_rule.choose(tree.chances.tolist())) if size == "auto" else tree
+
+    def _drafts_chains(self) -> bool:
+        return not self._takes_trees
 
     def _with_text(self, tree: DraftTree, text: torch.LongTensor, depth: int, num_nodes: int) -> DraftTree:
         """A tree with what followed in the text where it stood as it stands now."""

@@ -57,7 +57,7 @@ def decode(call: Call):
             tree = drafts.next(walk.text, 0 if walk.is_finished else min(room, reach.room_after(len(walk.text))))
 
             start = time.perf_counter()
-            output = passes.run(walk.input_ids[:, passes.num_cached :], tree)
+            output = passes.run(passes.unread(walk.input_ids), tree)
             if walk.is_finished:
                 cache.keep(output.num_cached, [])
                 continue

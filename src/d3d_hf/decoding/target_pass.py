@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ..model.backbones import cache_argument, refuse_unpackable
+from ..model.backbones import cache_argument, refuse_unpackable, rope_switch
 from ..model.generation_hook import Call
 from ..model.packing import attention_masks, lay_out_tree
 from ..model.storage import GrowingCache
@@ -149,11 +149,24 @@ class TargetPasses:
         self._keeps_logits = "logits_to_keep" in self._kwargs
         self._chunk = call.generation_config.prefill_chunk_size
         self._is_first = True
+        self._rope_limit = rope_switch(call.target.config.get_text_config())[0]
 
     @property
     def num_cached(self) -> int:
         """Tokens of the text that the target has read."""
         return self._cache.get_seq_length()
+
+    def unread(self, input_ids: torch.LongTensor) -> torch.LongTensor:
+        """
+        What the target has not read of a text: all of it where the target reads it anew, as Phi-3 does when the text
+        outgrows the length from where on its RoPE is another one.
+        """
+        limit = self._rope_limit
+        if limit is not None and 0 < self.num_cached <= limit < input_ids.shape[1]:
+            inputs = self._target.prepare_inputs_for_generation(input_ids, **self._kwargs)
+            if inputs.get(cache_argument(self._target)) is None:
+                self._cache.keep(0, [])
+        return input_ids[:, self.num_cached :]
 
     def run(self, new_ids: torch.LongTensor, tree: DraftTree) -> PassOutput:
         """

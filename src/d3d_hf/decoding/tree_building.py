@@ -99,7 +99,10 @@ class TreeBuilder(BlockReader):
             first += 1 if level == 0 else levels[-2][0].shape[0]
         scores, tokens, parents = (torch.cat(parts) for parts in zip(*levels))
         # Stable: of two that are as likely the one above stands first.
-        order = scores.sort(descending=True, stable=True).indices[:num_nodes]
+        ranked, order = scores.sort(descending=True, stable=True)
+        order = order[:num_nodes]
+        if reads_are_free:  # what a cut left out is no node
+            order = order[ranked[:num_nodes] > float("-inf")]
         place = torch.zeros(len(scores) + 1, dtype=torch.long, device=scores.device)
         place[order + 1] = torch.arange(1, len(order) + 1, device=scores.device)
         return DraftTree(tokens[order], place[parents[order]], scores[order].exp())
@@ -108,24 +111,26 @@ class TreeBuilder(BlockReader):
     def tree_one_by_one(self, block: Block, num_nodes: int, depth: int, draws: Draws | None = None) -> DraftTree:
         """The twin of `tree`, which expands one node at a time."""
         laws = _Laws(self, block, depth, draws)
-        tokens, parents, chances = [], [], []
+        tokens, parents, scores = [], [], []
         waiting = []
 
-        def expand(node: int, score: float, level: int, state):
-            law = laws.children(level, state)[0].tolist()
-            for candidate, token in zip(law, laws.candidates[level].tolist()):
-                heapq.heappush(waiting, (-(score + candidate), len(waiting), node, token, level, state))
+        def expand(node: int, score: torch.Tensor, level: int, state):
+            children = score + laws.children(level, state)[0]
+            for child, token in zip(children, laws.candidates[level].tolist()):
+                if child == float("-inf"):
+                    continue
+                heapq.heappush(waiting, (-child.item(), len(waiting), child, node, token, level, state))
 
-        expand(0, 0.0, 0, laws.root_state())
+        expand(0, torch.zeros(()), 0, laws.root_state())
         while waiting and len(tokens) < num_nodes:
-            score, _, parent, token, level, state = heapq.heappop(waiting)
+            _, _, score, parent, token, level, state = heapq.heappop(waiting)
             tokens.append(token)
             parents.append(parent)
-            chances.append(torch.tensor(-score).exp().item())
+            scores.append(score)
             if level + 1 < depth:
                 state = laws.next_state(level + 1, torch.tensor([token], device=block.logits.device), state)
-                expand(len(tokens), -score, level + 1, state)
-        return DraftTree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(chances))
+                expand(len(tokens), score, level + 1, state)
+        return DraftTree(torch.tensor(tokens), torch.tensor(parents), torch.stack(scores).exp())
 
 
 class _Laws:

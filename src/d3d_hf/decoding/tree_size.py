@@ -55,7 +55,7 @@ class PassCosts:
     """
 
     def __init__(self):
-        self._seconds: dict[int, float] = {}
+        self._measured: dict[int, tuple[int, float]] = {}  # by rows: how often, and seconds
         self._lock = threading.Lock()
         self._sums = [0.0] * 5  # of weights, rows, seconds, rows², rows·seconds
 
@@ -63,15 +63,19 @@ class PassCosts:
         if rows > _MOST_ROWS:
             return
         with self._lock:
-            before = self._seconds.get(rows)
-            self._seconds[rows] = seconds if before is None else 0.7 * before + 0.3 * min(seconds, 3 * before)
+            count, before = self._measured.get(rows, (0, seconds))
+            # The first pass of a size may have compiled or captured something: it holds until there is a second.
+            after = seconds if count < 2 else 0.7 * before + 0.3 * min(seconds, 3 * before)
+            self._measured[rows] = count + 1, after
+            if count == 0 and len(self._measured) > 1:
+                return
             new = (1.0, rows, seconds, rows * rows, rows * seconds)
             self._sums = [_MEMORY * old + value for old, value in zip(self._sums, new)]
 
     def seconds(self, rows: int) -> float | None:
         """`None` before the first measurement."""
-        known = self._seconds.get(rows)
-        if known is not None or not self._seconds:
+        count, known = self._measured.get(rows, (0, None))
+        if count > 1 or not self._measured:
             return known
         weight, sum_rows, sum_seconds, squares, products = self._sums
         mean_rows, mean_seconds = sum_rows / weight, sum_seconds / weight

@@ -24,6 +24,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from ..model.candidate_generator import attended_tokens
 from ..model.generation_hook import Call
+from ..model.generation_stats import RoundTree
 from ..model.packing import ancestor_table
 from .draft_tree import DraftTree, Paths
 from .noise import ForeseenNoise
@@ -122,8 +123,12 @@ class Walk:
             `list[int]`: The accepted nodes, from the root's child on; one token more was emitted.
         """
         self._call.has_begun = True
-        if self._is_swift:
-            return self._swiftly(tree, output)
+        paths, path = self._swiftly(tree, output) if self._is_swift else self._step_by_step(tree, output)
+        if len(tree):
+            self._call.stats.record_tree(RoundTree(paths.tokens, paths.parents, path), tree.sources)
+        return path
+
+    def _step_by_step(self, tree: DraftTree, output: PassOutput) -> tuple[Paths, list[int]]:
         if self._draws_together:
             drawn, paths = self._draw_together(tree, output.logits)
         else:
@@ -139,9 +144,9 @@ class Walk:
             path.append(node)
         if drawn is not None:
             self._noise.skip(len(path) + 1)
-        return path
+        return paths, path
 
-    def _swiftly(self, tree: DraftTree, output: PassOutput) -> list[int]:
+    def _swiftly(self, tree: DraftTree, output: PassOutput) -> tuple[Paths, list[int]]:
         """Greedy with nobody looking on: one argmax over all nodes, read once, and the text grows by a whole path."""
         choices, paths = tree.read_with(output.logits.argmax(dim=-1))
         max_length, ends = self._limits
@@ -156,7 +161,7 @@ class Walk:
                 break
             path.append(node)
         self._append(torch.tensor(tokens, device="cpu"))
-        return path
+        return paths, path
 
     def _draw_together(self, tree: DraftTree, logits: torch.Tensor) -> tuple["_Drawn", Paths]:
         """What every node would emit if it were reached: one reading of the device."""

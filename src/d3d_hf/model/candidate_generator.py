@@ -11,10 +11,13 @@ import logging
 import time
 
 import torch
+import transformers
 import transformers.generation.logits_process as logits_processors
+from packaging.version import Version
 from transformers import StaticCache, WatermarkLogitsProcessor
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+from transformers.generation.streamers import BaseStreamer
 
 from .backbones import cache_of
 from .drafting_options import DraftingOptions
@@ -27,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _DISPATCH = "_get_candidate_generator"
 _BLOCK_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
+# Later releases verify on static caches too, as long as they can be cropped.
+_STATIC_CACHES_ARE_REFUSED = Version(transformers.__version__) < Version("5.24")
 _STATEFUL = ("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
 # The call that runs in transformers' loop in this context.
 _current = contextvars.ContextVar("d3d_call", default=None)
@@ -131,11 +136,14 @@ class CandidateGeneratorDoor(Door):
     def reason_against(self, call: Call) -> str | None:
         arguments, cache = call.arguments, cache_of(call.arguments)
         if not wrap_method(_DISPATCH, _wrap_dispatch):
-            return f"this release of transformers has no GenerationMixin.{_DISPATCH}"
-        if not getattr(cache, "is_croppable", True) or isinstance(cache, StaticCache):
+            return f"transformers {transformers.__version__} has no GenerationMixin.{_DISPATCH}"
+        if not getattr(cache, "is_croppable", True) or (isinstance(cache, StaticCache) and _STATIC_CACHES_ARE_REFUSED):
             return f"the target's cache, a {type(cache).__name__}, cannot be rolled back after a verification"
         if cache.get_seq_length():
             return "past_key_values holds text already, which transformers' assisted loop would feed again"
+        config = call.generation_config
+        if config.return_dict_in_generate and (config.output_hidden_states or config.output_attentions):
+            return "hidden states or attentions were asked for, which transformers' assisted loop cuts in another way"
         for processor in arguments.get("logits_processor") or ():
             if not _is_stateless(processor):
                 return f"{type(processor).__name__} must be called once per token, which no assistant can promise here"
@@ -159,12 +167,27 @@ class CandidateGeneratorDoor(Door):
                 call.target.config.get_text_config().vocab_size,
                 call.arguments.get("attention_mask"),
             )
-            return assisted_decoding()
+            streamer = call.arguments.get("streamer")
+            return assisted_decoding() if streamer is None else assisted_decoding(streamer=_Watched(streamer, call))
         finally:
             _current.reset(token)
             if generator is not None:
                 call.has_begun = call.has_begun or call.stats.num_rounds > 0
                 generator.close()
+
+
+class _Watched(BaseStreamer):
+    """Hands everything on to a streamer, and notes that it was called: what it has seen cannot be taken back."""
+
+    def __init__(self, streamer, call: Call):
+        self._streamer, self._call = streamer, call
+
+    def put(self, value):
+        self._call.has_begun = True
+        self._streamer.put(value)
+
+    def end(self):
+        self._streamer.end()
 
 
 def _is_stateless(processor) -> bool:
@@ -177,7 +200,8 @@ def _is_stateless(processor) -> bool:
 def _wrap_dispatch(original):
     def _get_candidate_generator(self, *args, **kwargs):
         call = _current.get()
-        if call is None or kwargs.get("assistant_model") is not call.drafter:
+        # By whatever name it is given.
+        if call is None or not any(value is call.drafter for value in (*args, *kwargs.values())):
             return original(self, *args, **kwargs)
         return call.generator
 

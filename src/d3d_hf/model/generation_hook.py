@@ -14,6 +14,7 @@ the caller gave may raise.
 """
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,14 +36,8 @@ _MARK = "_d3d_original"
 _METHOD = "_assisted_decoding"
 # Arguments of assisted decoding that plain decoding does not know.
 _ASSISTED_ONLY = ("assistant_model", "assistant_tokenizer", "tokenizer", "inputs_tensor")
-_OF_DECODING = (
-    *_ASSISTED_ONLY,
-    "logits_processor",
-    "stopping_criteria",
-    "generation_config",
-    "synced_gpus",
-    "streamer",
-)
+_REQUIRED = ("logits_processor", "stopping_criteria", "generation_config")
+_OF_DECODING = (*_REQUIRED, "synced_gpus", "streamer")
 _OTHER_DRAFTING = ("assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp", "speculation_type")
 
 
@@ -80,14 +75,7 @@ class Call:
     @property
     def model_kwargs(self) -> dict[str, Any]:
         """Arguments of the target's forward."""
-        own = (
-            *_ASSISTED_ONLY,
-            "logits_processor",
-            "stopping_criteria",
-            "generation_config",
-            "synced_gpus",
-            "streamer",
-        )
+        own = {*_ASSISTED_ONLY, *_OF_DECODING, *_explicit(getattr(GenerationMixin, _METHOD))}
         return {name: value for name, value in self.arguments.items() if name not in own}
 
 
@@ -158,22 +146,28 @@ def wrap_method(name: str, wrap: Callable) -> bool:
 
 def _wrap(original):
     def _assisted_decoding(self, *args, **kwargs):
-        assistant = kwargs.get("assistant_model")
-        if not is_drafter(assistant) or _is_outranked(kwargs.get("generation_config")):
+        arguments = dict(zip(_explicit(original), args)) | kwargs
+        assistant = next(filter(is_drafter, arguments.values()), None)  # by whatever name it is given
+        if assistant is None or _is_outranked(arguments.get("generation_config")):
             return original(self, *args, **kwargs)
-        arguments = dict(kwargs)
-        input_ids = args[0] if args else arguments.pop("input_ids")
 
-        def assisted_decoding():
-            return original(self, *args, **kwargs)
+        def assisted_decoding(**changed):
+            return original(self, **{**arguments, **changed})
 
         def plain():
-            left_out = {name: value for name, value in arguments.items() if name not in _ASSISTED_ONLY}
-            return self._sample(input_ids, **left_out)
+            left_out = {*_ASSISTED_ONLY, *_explicit(original)} - {*_explicit(GenerationMixin._sample)}
+            return self._sample(**{name: value for name, value in arguments.items() if name not in left_out})
 
-        return _run(self, assistant, input_ids, arguments, assisted_decoding, plain)
+        unknown = {*_explicit(original)} & {*arguments} - {*_ASSISTED_ONLY, *_OF_DECODING, "input_ids"}
+        return _run(self, assistant, arguments, unknown, assisted_decoding, plain)
 
     return _assisted_decoding
+
+
+def _explicit(method) -> list[str]:
+    """Parameters that a method names, itself and collected keywords left out."""
+    parameters = list(inspect.signature(method).parameters.values())[1:]
+    return [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
 
 
 def is_drafter(model) -> bool:
@@ -186,24 +180,76 @@ def _is_outranked(generation_config) -> bool:
     return any(getattr(generation_config, option, None) for option in _OTHER_DRAFTING)
 
 
-def _run(target, drafter, input_ids, arguments: dict, assisted_decoding, plain):
-    """A call with a drafter, through the first door that takes it."""
-    config = arguments["generation_config"]
+def _run(target, drafter, arguments: dict, unknown: set[str], assisted_decoding, plain):
+    """A call with a drafter, through the first door that takes it. `unknown` are names of arguments."""
+    try:
+        if unknown:
+            raise TypeError(f"{_METHOD} is given {', '.join(sorted(unknown))}, which is not known")
+        call = _checked(target, drafter, arguments)
+        door = _choose_door(call)
+        cache = cache_of(arguments)
+        num_cached = None if door is None else cache.get_seq_length()
+    except ValueError:  # what the caller asked for
+        raise
+    except Exception as error:
+        _tell_of_change(drafter, "the choice of a door", error)
+        return plain()
+    if door is None:
+        tell_once(drafter, f"Generating without drafts: {call.stats.door_reason}.")
+        return plain()
+    try:
+        return door.run(call, assisted_decoding)
+    except DraftingError:
+        raise
+    except Exception as error:
+        if call.has_begun or not _restored(cache, num_cached):
+            raise
+        _tell_of_change(drafter, f"the {door.name}", error)
+    return plain()
+
+
+def _checked(target, drafter, arguments: dict) -> Call:
+    """
+    Raises:
+        ValueError: The call can never be drafted for, or a drafting option is unusable.
+        TypeError: Arguments are missing.
+    """
+    for name in ("input_ids", "assistant_model", *_REQUIRED):
+        if name not in arguments:
+            raise TypeError(f"{_METHOD} is given no {name}")
+    arguments = dict(arguments)
+    input_ids, config = arguments.pop("input_ids"), arguments["generation_config"]
     check_call(drafter, target, arguments)
     options = DraftingOptions.resolve(config, drafter.generation_config, drafter.config.block_size)
     call = Call(target, drafter, input_ids, config, arguments, options)
     _set_stats(drafter, call.stats)
-    reason = reason_not_to_draft(drafter, input_ids, config, arguments)
-    if reason is None:
-        for door in _doors:
-            reason = door.reason_against(call)
-            if reason is None:
-                call.stats.door = door.name
-                return _run_softly(door, call, assisted_decoding, plain)
-            call.stats.door_reason = reason
-    call.stats.door, call.stats.door_reason = "plain", reason
-    tell_once(drafter, f"Generating without drafts: {reason}.")
-    return plain()
+    return call
+
+
+def _choose_door(call: Call) -> Door | None:
+    """The door that takes a call; `None` if it is to run plain. The statistics say why."""
+    stats = call.stats
+    stats.door_reason = reason_not_to_draft(call.drafter, call.input_ids, call.generation_config, call.arguments)
+    for door in _doors if stats.door_reason is None else ():
+        reason = door.reason_against(call)
+        if reason is None:
+            stats.door = door.name
+            return door
+        stats.door_reason = reason
+    stats.door = "plain"
+    return None
+
+
+def _tell_of_change(drafter, failed: str, error: Exception):
+    reason = f"{failed} failed ({type(error).__name__}: {error})"
+    _set_stats(drafter, GenerationStats(door="plain", door_reason=reason))
+    tell_once(
+        drafter,
+        f"Drafting could not begin on transformers {transformers.__version__}: {type(error).__name__}: {error}. "
+        f"The call runs without drafts, with the same result. If it is not your own call that raises this, the "
+        f"release has changed what drafting relies on: install one that the package's metadata names, and see "
+        f"`d3d-hf doctor`.",
+    )
 
 
 def _set_stats(drafter, stats: GenerationStats):
@@ -212,36 +258,18 @@ def _set_stats(drafter, stats: GenerationStats):
     (inner() if callable(inner) else getattr(drafter, "_orig_mod", drafter)).last_generation_stats = stats
 
 
-def _run_softly(door: Door, call: Call, assisted_decoding, plain):
-    cache = cache_of(call.arguments)
-    num_cached = cache.get_seq_length()
-    try:
-        return door.run(call, assisted_decoding)
-    except DraftingError:
-        raise
-    except Exception as error:
-        if call.has_begun or not _restored(cache, num_cached):
-            raise
-        call.stats.door = "plain"
-        call.stats.door_reason = f"the {door.name} failed ({type(error).__name__}: {error})"
-        tell_once(
-            call.drafter,
-            f"Drafting could not begin on transformers {transformers.__version__}: {type(error).__name__}: {error}. "
-            f"The call runs without drafts, with the same result. If it is not your own call that raises this, the "
-            f"release has changed what drafting relies on: install one that the package's metadata names, and see "
-            f"`d3d-hf doctor`.",
-        )
-    return plain()
-
-
 def _restored(cache, num_cached: int) -> bool:
     """Brings a cache back to its length before the call; whether that was possible."""
-    try:
-        if cache.get_seq_length() != num_cached:
-            cache.crop(num_cached - cache.get_seq_length())
-        return cache.get_seq_length() == num_cached
-    except Exception:
-        return False
+    for shorten in (lambda: cache.crop(num_cached - cache.get_seq_length()), lambda: cache.reset()):
+        try:
+            if cache.get_seq_length() == num_cached:
+                return True
+            shorten()
+            if cache.get_seq_length() == num_cached:
+                return True
+        except Exception as error:
+            logger.debug(f"{type(cache).__name__} cannot be shortened in this way: {error}")
+    return False
 
 
 def tell_once(drafter, message: str):

@@ -6,6 +6,39 @@ from pathlib import Path
 
 
 @dataclass
+class RoundTree:
+    """
+    A draft and its verdict.
+
+    Attributes:
+        tokens (`list[int]`): Of each node.
+        parents (`list[int]`): Of each node: 0 for the text's end, `i` for the `i`-th node, counted from 1.
+        path (`list[int]`): The accepted nodes.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    path: list[int]
+
+    @property
+    def depths(self) -> list[int]:
+        """Of the root, 0, and of each node: tokens from the text's end."""
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return depths
+
+    @property
+    def ranks(self) -> list[int]:
+        """Of each node: its place among its siblings, from 1."""
+        seen, ranks = {}, []
+        for parent in self.parents:
+            seen[parent] = seen.get(parent, 0) + 1
+            ranks.append(seen[parent])
+        return ranks
+
+
+@dataclass
 class GenerationStats:
     """
     Statistics of one generation, kept up to date while it runs.
@@ -26,6 +59,13 @@ class GenerationStats:
             Asynchronous rounds by the branch that the verdict selected: `"masked"`, `"guessed"`, or `"none"`.
         wait_ms (`float`): Asynchronous: time that verdicts waited for their packed pass; part of `draft_ms`.
         num_errors (`int`): Packed passes that failed.
+        accepted_from (`dict[str, int]`):
+            Where accepted draft tokens came from: `"rank 1"` (the likeliest of its siblings), `"rank 2"` and so on, or
+            `"text"`, what followed in the text before.
+        ranked_by (`str`):
+            How siblings were ranked: by the drafter's `"law"`, or by the `"noise"` that the target will draw with too.
+        ranking_reason (`str`, *optional*): Why by the law, in a generation that samples.
+        trees (`list[RoundTree]`): Of each round with a draft.
         spans (`list[tuple[str, float, float]]`):
             What ran when: lane (`"verify"` or `"draft"`), begin and end in seconds of `time.perf_counter()`.
     """
@@ -43,6 +83,10 @@ class GenerationStats:
     num_hits: dict[str, int] = field(default_factory=dict)
     wait_ms: float = 0.0
     num_errors: int = 0
+    accepted_from: dict[str, int] = field(default_factory=dict)
+    ranked_by: str = "law"
+    ranking_reason: str | None = None
+    trees: list[RoundTree] = field(default_factory=list)
     spans: list[tuple[str, float, float]] = field(default_factory=list)
 
     @property
@@ -84,12 +128,37 @@ class GenerationStats:
             events.append({"ph": "X", "pid": 1, "tid": lanes[lane][0], "name": lane, "cat": lane, **times})
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
-    def plot(self, path):
-        """Draws the same timeline as a PNG; needs the `plot` extra."""
+    @property
+    def nodes_per_round(self) -> float:
+        """Mean draft tokens that the target verified per round; 0.0 before the first round."""
+        return self.num_drafted / self.num_rounds if self.num_rounds else 0.0
+
+    @property
+    def depth_per_round(self) -> float:
+        """Mean depth of the drafts; 0.0 before the first."""
+        return sum(max(tree.depths) for tree in self.trees) / len(self.trees) if self.trees else 0.0
+
+    def plot(self, path, tree: int | None = None, tokenizer=None):
+        """
+        Draws the same timeline as a PNG, or one round's tree; needs the `plot` extra.
+
+        Args:
+            path (`str` or `os.PathLike`): Of the PNG.
+            tree (`int`, *optional*): Index into `trees`: draws this one, what was accepted in another colour.
+            tokenizer (*optional*): Writes tokens as text instead of ids.
+
+        Raises:
+            ValueError: There is no such tree.
+        """
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise ImportError("Drawing the timeline needs matplotlib: pip install d3d_hf[plot]") from error
+            raise ImportError("Drawing needs matplotlib: pip install d3d_hf[plot]") from error
+        if tree is not None:
+            if not -len(self.trees) <= tree < len(self.trees):
+                raise ValueError(f"tree is {tree}, but the generation drafted {len(self.trees)} trees: give an index.")
+            _tree_figure(Figure, self.trees[tree], tokenizer).savefig(path, dpi=150)
+            return
         figure = Figure(figsize=(10, 1.8), layout="constrained")
         axes = figure.add_subplot()
         origin = min((start for _, start, _ in self.spans), default=0.0)
@@ -104,6 +173,21 @@ class GenerationStats:
         self.num_drafted += num_drafted
         self.draft_ms += draft_ms
 
+    def record_tree(self, tree: RoundTree, sources: list[str] | None = None):
+        """
+        A draft and its verdict.
+
+        Args:
+            tree ([`RoundTree`]): Both.
+            sources (`list[str]`, *optional*): Of each node: `"model"` or `"text"`. Default: the model.
+        """
+        self.trees.append(tree)
+        ranks = tree.ranks if tree.path else []
+        for node in tree.path:
+            is_of_text = sources is not None and sources[node - 1] == "text"
+            source = "text" if is_of_text else f"rank {ranks[node - 1]}"
+            self.accepted_from[source] = self.accepted_from.get(source, 0) + 1
+
     def record_verdict(self, num_new_tokens: int, start_s: float, end_s: float):
         self.num_rounds += 1
         self.num_tokens += num_new_tokens
@@ -113,4 +197,44 @@ class GenerationStats:
         self.num_accepted[accepted] = self.num_accepted.get(accepted, 0) + 1
 
 
-__all__ = ["GenerationStats"]
+def _tree_figure(figure_class, tree: RoundTree, tokenizer):
+    """A tree from left to right, each level a column, children beside their parents."""
+    depths, children = tree.depths, {}
+    for node, parent in enumerate(tree.parents, start=1):
+        children.setdefault(parent, []).append(node)
+    heights, num_leaves = {}, 0
+
+    def place(node: int):
+        nonlocal num_leaves
+        below = children.get(node, [])
+        for child in below:
+            place(child)
+        if not below:
+            num_leaves += 1
+        heights[node] = sum(heights[child] for child in below) / len(below) if below else -float(num_leaves)
+
+    place(0)
+    figure = figure_class(figsize=(1.6 * (max(depths) + 1), 0.3 * num_leaves + 0.6), layout="constrained")
+    axes = figure.add_subplot()
+    accepted = {0, *tree.path}
+    for node, parent in enumerate(tree.parents, start=1):
+        ends = (depths[parent], depths[node]), (heights[parent], heights[node])
+        axes.plot(*ends, color="C2" if node in accepted else "0.75", linewidth=2 if node in accepted else 0.8)
+        token = tree.tokens[node - 1]
+        label = str(token) if tokenizer is None else repr(tokenizer.decode([token]))[1:-1]
+        color = "C2" if node in accepted else "0.4"
+        axes.annotate(
+            label,
+            (depths[node], heights[node]),
+            color=color,
+            fontsize=8,
+            va="center",
+            ha="center",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+        )
+    axes.plot(0, heights[0], "o", color="C2")
+    axes.set_axis_off()
+    return figure
+
+
+__all__ = ["GenerationStats", "RoundTree"]
