@@ -88,7 +88,7 @@ class Drafts:
         if not self._takes_trees:
             return DraftTree(self._builder.chain(block, depth))
         size = self.options.draft_tree_size
-        most = self._size_rule.largest if size == "auto" else size
+        most = self._size_rule.most if size == "auto" else size
         draws = None if self._draws is None else self._draws.next(depth)
         tree = self._builder.tree(block, most, depth, draws)
         if self.options.draft_from_text:
