@@ -57,10 +57,13 @@ def compile_kernel(kernel, target: GPUTarget, pointers: dict, floats: tuple, con
     return triton.compile(source, target=target, options=options)
 
 
-def compile_attention(target: GPUTarget, head_dim: int, dtype: torch.dtype, num_rows: int, is_whole: bool = False):
+def compile_attention(
+    target: GPUTarget, head_dim: int, dtype: torch.dtype, num_rows: int, is_whole: bool = False, has_tree: bool = False
+):
     constants = tile_of(head_dim, dtype, num_rows, target.backend == "hip")
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
     constants |= {"KV_HEADS": 8, "SHARED": 4, "HEAD_DIM": head_dim, "IS_WHOLE": is_whole}
+    constants["HAS_TREE"] = has_tree
     constants["BLOCK_D"] = triton.next_power_of_2(head_dim)
     constants["PRECISION"] = "ieee" if dtype == torch.float32 else "tf32"
     pointers = dict.fromkeys(("query", "key", "value"), _NAMES[dtype])
@@ -94,6 +97,8 @@ def compile_all(name: str) -> dict[str, dict]:
         f"attention {head_dim} {_NAMES[dtype]} {rows}": compile_attention(target, head_dim, dtype, rows)
         for head_dim, dtype, rows in EVERYWHERE + MORE.get(name, [])
     }
+    for head_dim in (128, 256):
+        kernels[f"attention tree {head_dim}"] = compile_attention(target, head_dim, torch.bfloat16, 324, has_tree=True)
     if name == "sm_90":
         kernels["attention whole"] = compile_attention(target, 128, torch.bfloat16, 324, is_whole=True)
     parts = {"parts": "fp32", "log_totals": "fp32", "outputs": "bf16"}

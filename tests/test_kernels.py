@@ -1,6 +1,7 @@
 """Packed attention and the greedy choice: twins against the definition, transformers' interfaces, the kernels."""
 
 import importlib.metadata
+import itertools
 import json
 import os
 import subprocess
@@ -10,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from packaging.version import Version
 from test_packing import lay_out_branches, passes
 from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from tree_passes import tree_passes
 
 from d3d_hf import D3DDrafterForCausalLM
 from d3d_hf.kernels import (
@@ -28,9 +31,12 @@ from d3d_hf.kernels import (
 )
 from d3d_hf.kernels.attention import HEAD_DIMS, has_triton, runs_kernel
 from d3d_hf.kernels.floors import pass_cost
+from d3d_hf.kernels.visibility import NUM_ROWS, num_rows
+from d3d_hf.model import packing
+from d3d_hf.model.backbones import cache_argument
 from d3d_hf.model.block import BlockReader
 from d3d_hf.model.extensions import extensions
-from d3d_hf.model.packing import attention_masks, lay_out, visibility_rule
+from d3d_hf.model.packing import PADDING, attention_masks, lay_out, lay_out_tree, visibility_rule
 from d3d_hf.testing import ARCHITECTURES, tiny_model
 
 
@@ -69,9 +75,43 @@ def test_integers_say_what_the_dense_mask_says(case):
             assert not seen[num_tokens:].any() and not seen[:, num_keys:].any()  # padding, and what is not written
 
 
-def test_padding_cannot_be_negative():
+@settings(max_examples=150, deadline=None)
+@given(tree_passes(), st.sampled_from([None, 1, 3, 8]), st.sampled_from([0, 1, 30, 70]))
+def test_integers_say_of_trees_what_the_dense_mask_says(layout, window, missing):
+    num_tokens, num_keys = layout.num_tokens, layout.num_cached + layout.num_tokens
+    expected = packing.dense_visibility(layout, window)[0]
+    visibility = visibility_of(layout, window, num_tokens + missing)
+    assert visibility.shape == (1, 1, num_rows(num_tokens + missing, has_tree=True), num_tokens + missing)
+    seen = dense_visibility(visibility, num_keys + missing + 8)[0, 0]
+    is_token = layout.branch_ids[0] != PADDING
+    assert torch.equal(seen[:num_tokens, :num_keys][is_token], expected[is_token])
+    assert not seen[:num_tokens][~is_token].any() and not seen[num_tokens:].any() and not seen[:, num_keys:].any()
+
+
+def test_a_tree_of_many_words():
+    """Every bit of every word: a chain of 150 nodes, whose words are full, and a star, whose nodes are alone."""
+    for parents in (torch.arange(150), torch.zeros(150, dtype=torch.long)):
+        layout = lay_out_tree(7, parents, num_cached=3)
+        seen = dense_visibility(visibility_of(layout), 3 + layout.num_tokens)[0]
+        assert torch.equal(seen, packing.dense_visibility(layout))
+
+
+def test_passes_without_a_tree_pay_nothing_for_trees():
+    """Six rows, however many tokens; a static pass that may hold a tree has the words, all of them empty."""
+    layout = lay_out(3, torch.tensor([[2, 2]]), (2000, 2000))
+    plain = visibility_of(layout)
+    assert plain.shape[2] == num_rows(4003, has_tree=False) == NUM_ROWS
+    with_words = visibility_of(lay_out(5, num_cached=9), num_tokens=40, has_tree=True)
+    assert with_words.shape[2] == NUM_ROWS + 2 and not with_words[:, :, NUM_ROWS:].any()
+    without = visibility_of(lay_out(5, num_cached=9), num_tokens=40)
+    assert torch.equal(dense_visibility(with_words, 60), dense_visibility(without, 60))
+
+
+def test_padding_cannot_be_negative_and_no_tree_is_left_out():
     with pytest.raises(ValueError, match="num_tokens is 4, but the pass has 5"):
         visibility_of(lay_out(5), num_tokens=4)
+    with pytest.raises(ValueError, match="has_tree is False, but the pass has a tree"):
+        visibility_of(lay_out_tree(1, torch.tensor([0, 0])), has_tree=False)
 
 
 def test_twin_ignores_places_that_are_not_written():
@@ -93,12 +133,34 @@ def test_twin_is_softmax_attention():
     torch.testing.assert_close(got, expected.transpose(1, 2))
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_a_tree_is_read_from_the_integers_by_a_whole_model(architecture):
+    """No mask is written out, and each path's logits are those of the path alone."""
+    ids, parents = torch.randint(2, 60, (1, 19)), torch.tensor([0, 0, 1, 1, 2, 4, 4])
+    model = tiny_model(architecture, attn_implementation=ATTENTION_NAME)
+    cached = {cache_argument(model): DynamicCache()}
+    with torch.no_grad():
+        model(input_ids=ids[:, :11], **cached)
+        layout = lay_out_tree(1, parents, num_cached=11)
+        masks = attention_masks(layout, model.config, torch.float32)
+        for mask in masks.values() if isinstance(masks, dict) else (masks,):
+            assert mask.dtype == torch.int32 and mask.shape == (1, 1, 7, 8)
+        got = model(input_ids=ids[:, 11:], position_ids=layout.position_ids, attention_mask=masks, **cached).logits
+        for node in range(1, 8):
+            path = [node]
+            while path[0]:
+                path.insert(0, int(parents[path[0] - 1]))
+            alone = torch.cat([ids[:, :11], ids[:, [11 + place for place in path]]], dim=1)
+            torch.testing.assert_close(got[:, node], model(input_ids=alone).logits[:, -1], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
         ({"key": torch.ones(1, 3, 9, 64)}, "give .batch, heads, tokens, head_dim"),
         ({"key": torch.ones(1, 3, 8, 64), "value": torch.ones(1, 3, 8, 64)}, "4 query heads cannot share 3"),
-        ({"visibility": torch.ones(1, 1, 5, 5, dtype=torch.bool)}, "give torch.int32 of shape .1, 1, 6, 5."),
+        ({"visibility": torch.ones(1, 1, 5, 5, dtype=torch.bool)}, "give torch.int32 of shape .1, 1, 6, 5.*7 rows"),
+        ({"visibility": torch.ones(1, 1, 8, 5, dtype=torch.int)}, "or with 7 rows where there is a tree"),
         ({"key": torch.ones(1, 2, 4, 64), "value": torch.ones(1, 2, 4, 64)}, "the KV storage 4 places"),
         ({"num_splits": 0}, "num_splits is 0"),
     ],
@@ -319,8 +381,9 @@ def test_kernel_on_the_gpu(head_dim, dtype, tolerance):
     layout = lay_out(9, torch.tensor([[1499 + a for a in range(9)]], device="cuda"), (8,) * 9, num_cached=1500)
     query = torch.randn(1, 16, 90, head_dim, device="cuda", dtype=dtype)
     key, value = torch.randn(2, 1, 4, 2048, head_dim, device="cuda", dtype=dtype)
-    for window, num_splits in ((None, None), (700, None), (None, 1)):
-        visibility = visibility_of(layout, window, 90)
+    tree = lay_out_tree(2, torch.arange(81) // 2, num_cached=1507, device="cuda")
+    for each, window, num_splits in itertools.product((layout, tree), (None, 700), (None, 1, 3)):
+        visibility = visibility_of(each, window, 90)
         assert runs_kernel(query, key, value)
         expected = packed_attention_twin(query.double(), key.double(), value.double(), visibility)
         got = packed_attention(query, key, value, visibility, num_splits=num_splits).double()

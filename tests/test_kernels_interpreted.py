@@ -12,11 +12,12 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
+from tree_passes import tree_passes, with_branch
 
 from d3d_hf import D3DDrafterForCausalLM
 from d3d_hf.kernels import attention_interface, choose_tokens_twin, packed_attention_twin, visibility_of
 from d3d_hf.kernels.attention import HEAD_DIMS
-from d3d_hf.model.packing import lay_out
+from d3d_hf.model.packing import PADDING, lay_out, lay_out_tree
 from d3d_hf.testing import tiny_model
 
 
@@ -76,14 +77,13 @@ LONG = lay_out(9, torch.tensor([[299 + a for a in range(9)]]), (8,) * 9, num_cac
 CAUSAL = lay_out(3, torch.tensor([[70, 66, 40]]), (5, 1, 16), num_cached=68, bidirectional=False)
 
 
+DTYPES = st.sampled_from([torch.bfloat16, torch.float32])
+HEADS = st.sampled_from([(1, 1), (2, 1), (4, 2), (5, 1)])
+SPLITS = st.sampled_from([None, 1, 2, 5])
+
+
 @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(
-    case=passes(),
-    head_dim=st.sampled_from(HEAD_DIMS),
-    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
-    heads=st.sampled_from([(1, 1), (2, 1), (4, 2), (5, 1)]),
-    num_splits=st.sampled_from([None, 1, 2, 5]),
-)
+@given(case=passes(), head_dim=st.sampled_from(HEAD_DIMS), dtype=DTYPES, heads=HEADS, num_splits=SPLITS)
 @example(case=(LONG, None, 0), head_dim=128, dtype=torch.bfloat16, heads=(8, 2), num_splits=4)
 @example(case=(LONG, 40, 7), head_dim=64, dtype=torch.float16, heads=(4, 1), num_splits=3)
 @example(case=(CAUSAL, None, 2), head_dim=80, dtype=torch.bfloat16, heads=(2, 2), num_splits=2)
@@ -91,6 +91,39 @@ CAUSAL = lay_out(3, torch.tensor([[70, 66, 40]]), (5, 1, 16), num_cached=68, bid
 @example(case=(CAUSAL, 70, 0), head_dim=256, dtype=torch.bfloat16, heads=(4, 1), num_splits=1)
 def test_attention_kernel_equals_its_twin(case, head_dim, dtype, heads, num_splits):
     layout, window, padding = case
+    assert_equals_twin(layout, window, padding, head_dim, dtype, heads, num_splits)
+
+
+def wide_tree(num_nodes: int, num_cached: int, context_length: int = 1):
+    """Two children each, with a branch on a leaf and one on the text."""
+    layout = lay_out_tree(context_length, torch.arange(1, num_nodes + 1) // 2, num_cached)
+    return with_branch(with_branch(layout, layout.num_tokens - 1, 3, 1), 0, 4, 2)
+
+
+CHAIN_AS_TREE = lay_out_tree(3, torch.arange(127), num_cached=130)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    layout=tree_passes(max_cached=200, max_nodes=70),
+    window=st.one_of(st.none(), st.integers(1, 150)),
+    padding=st.sampled_from([0, 1, 5, 40]),
+    head_dim=st.sampled_from([64, 80, 128]),
+    dtype=DTYPES,
+    heads=HEADS,
+    num_splits=SPLITS,
+)
+@example(wide_tree(64, 97), None, 0, 64, torch.bfloat16, (4, 2), 3)
+@example(wide_tree(127, 31, context_length=2), 5, 3, 64, torch.float32, (2, 1), 2)
+@example(wide_tree(31, 0), None, 33, 64, torch.float16, (2, 2), 1)
+@example(wide_tree(1, 64), 3, 2, 96, torch.bfloat16, (1, 1), 1)
+@example(CHAIN_AS_TREE, None, 0, 64, torch.float32, (1, 1), 1)
+@example(CHAIN_AS_TREE, 40, 6, 256, torch.bfloat16, (3, 1), 2)
+def test_attention_kernel_equals_its_twin_on_trees(layout, window, padding, head_dim, dtype, heads, num_splits):
+    assert_equals_twin(layout, window, padding, head_dim, dtype, heads, num_splits)
+
+
+def assert_equals_twin(layout, window, padding, head_dim, dtype, heads, num_splits):
     num_tokens = layout.num_tokens + padding
     num_filled = layout.num_cached + num_tokens
     visibility = visibility_of(layout, window, num_tokens)
@@ -100,8 +133,14 @@ def test_attention_kernel_equals_its_twin(case, head_dim, dtype, heads, num_spli
     expected = packed_attention_twin(query.double(), key.double(), value.double(), visibility)
     got = attention_triton.launch(query, key, value, visibility, head_dim**-0.5, num_splits)
     assert got.dtype == dtype and got.shape == expected.shape and got.isfinite().all()
-    assert (got[:, layout.num_tokens :] == 0).all()
+    assert (got[padding_of(layout, num_tokens)] == 0).all()
     assert error_by_norm(got, expected) <= TOLERANCES[dtype]
+
+
+def padding_of(layout, num_tokens: int) -> torch.BoolTensor:
+    is_padding = torch.ones(1, num_tokens, dtype=torch.bool)
+    is_padding[:, : layout.num_tokens] = layout.branch_ids == PADDING
+    return is_padding
 
 
 def test_rows_of_a_batch_and_strides_of_their_own():

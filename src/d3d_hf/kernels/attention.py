@@ -13,7 +13,7 @@ import importlib.util
 
 import torch
 
-from .visibility import NUM_ROWS, dense_visibility
+from .visibility import NUM_ROWS, dense_visibility, num_rows
 
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -47,7 +47,7 @@ def packed_attention(
         key, value (`torch.Tensor` of shape `(batch, kv_heads, places, head_dim)`):
             The KV storage, the tokens of the pass included, at the places after the cached ones. Places after those
             are not read.
-        visibility (`torch.IntTensor` of shape `(batch, 1, 6, tokens)`): See `visibility_of`.
+        visibility (`torch.IntTensor` of shape `(batch, 1, rows, tokens)`): See `visibility_of`.
         scaling (`float`, *optional*): Of the scores. Default: `head_dim ** -0.5`.
         num_splits (`int`, *optional*):
             Parts that the keys are divided into, each read by other processors and merged by log-sum-exp afterwards.
@@ -125,10 +125,12 @@ def _check_shapes(query, key, value, visibility, num_splits):
         )
     if num_heads % key.shape[1]:
         raise ValueError(f"{num_heads} query heads cannot share {key.shape[1]} heads of keys: give a divisor.")
-    if visibility.shape != (batch, 1, NUM_ROWS, num_tokens) or visibility.dtype != torch.int32:
+    with_tree = num_rows(num_tokens, has_tree=True)
+    shapes = [(batch, 1, rows, num_tokens) for rows in (NUM_ROWS, with_tree)]
+    if visibility.shape not in shapes or visibility.dtype != torch.int32:
         raise ValueError(
             f"visibility is {visibility.dtype} of shape {tuple(visibility.shape)}: give torch.int32 of shape "
-            f"{(batch, 1, NUM_ROWS, num_tokens)}, as visibility_of makes it."
+            f"{shapes[0]}, or with {with_tree} rows where there is a tree, as visibility_of makes it."
         )
     if num_tokens > key.shape[2]:
         raise ValueError(f"The pass has {num_tokens} tokens, the KV storage {key.shape[2]} places: write them first.")

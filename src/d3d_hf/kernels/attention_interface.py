@@ -10,7 +10,6 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from ..model.packing import dense_visibility
 from .attention import packed_attention, packed_attention_twin
 from .visibility import visibility_of
 
@@ -22,12 +21,10 @@ _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "attention_bias")
 
 def packed_mask(*args, mask_function=None, **kwargs) -> torch.Tensor | None:
     """
-    The mask function of transformers' mask interface: the visibility of a packed pass, of shape `(batch, 1, 6,
+    The mask function of transformers' mask interface: the visibility of a packed pass, of shape `(batch, 1, rows,
     tokens)`, or what SDPA would get.
     """
     layout = getattr(mask_function, "layout", None)
-    if layout is not None and layout.ancestors is not None:  # the integers say nothing of trees
-        return dense_visibility(layout, mask_function.sliding_window)[:, None]
     if layout is not None:
         return visibility_of(layout, mask_function.sliding_window)
     if mask_function is not None:

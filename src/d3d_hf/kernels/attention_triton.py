@@ -3,9 +3,10 @@ Triton kernels of packed attention; attention.py has the interface and the reada
 
 One program takes a tile of rows, the query heads that share a head of keys for some consecutive tokens, through one
 part of the keys (flash-decoding, Dao et al. 2023): cached tokens that every row of the tile sees run without a mask,
-the ends of windows and the tokens of the pass itself with one, made from the integers of visibility.py. Where the keys
-are divided, a second kernel merges the parts by log-sum-exp. Programs of one part run side by side over the tiles, so
-that a part of the cache is read from memory once and serves the other tiles from the L2 cache.
+the ends of windows and the tokens of the pass itself with one, made from the integers of visibility.py (a tree's
+ancestors are bits of one number for each row and tile of keys). Where the keys are divided, a second kernel merges the
+parts by log-sum-exp. Programs of one part run side by side over the tiles, so that a part of the cache is read from
+memory once and serves the other tiles from the L2 cache.
 
 Never stored: a mask, the scores, repeated keys. With more than one part, float32 outputs of each part are.
 """
@@ -16,14 +17,15 @@ import torch
 import triton
 import triton.language as tl
 
-from ..model.packing import CONTEXT, PADDING
-from .visibility import BRANCH, BRANCH_LIMIT, CONTEXT_LIMIT, NUM_CACHED, NUM_ROWS, POSITION, WINDOW
+from ..model.packing import CONTEXT, NODE, PADDING
+from .visibility import BRANCH, BRANCH_LIMIT, CONTEXT_LIMIT, NUM_CACHED, NUM_ROWS, POSITION, WINDOW, WORD_BITS
 
 
-_CONTEXT, _PADDING = tl.constexpr(CONTEXT), tl.constexpr(PADDING)
+_CONTEXT, _NODE, _PADDING = tl.constexpr(CONTEXT), tl.constexpr(NODE), tl.constexpr(PADDING)
 _POSITION, _BRANCH = tl.constexpr(POSITION), tl.constexpr(BRANCH)
 _CONTEXT_LIMIT, _BRANCH_LIMIT = tl.constexpr(CONTEXT_LIMIT), tl.constexpr(BRANCH_LIMIT)
 _NUM_CACHED, _WINDOW, _NUM_ROWS = tl.constexpr(NUM_CACHED), tl.constexpr(WINDOW), tl.constexpr(NUM_ROWS)
+_WORD_BITS, _LOG2_WORD_BITS = tl.constexpr(WORD_BITS), tl.constexpr(WORD_BITS.bit_length() - 1)
 _FAR = tl.constexpr(2**30)
 
 _MERGED_ROWS = 8
@@ -44,7 +46,28 @@ def _fold(scores, value, peak, total, outputs, PRECISION: tl.constexpr):
     return new_peak, total, outputs
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_splits"])
+@triton.jit
+def _bits_of(integers, first, is_token, num_tokens, num_integers):
+    """
+    Of each row, whether 64 tokens of the pass, from `first` on, are its ancestors: bits of one number. There may be no
+    such tokens, before the pass or after it.
+    """
+    first_word = first >> _LOG2_WORD_BITS  # rounds down, negative numbers too
+    shift = (first - first_word * _WORD_BITS).to(tl.uint64)
+    bits = tl.zeros_like(is_token).to(tl.uint64)
+    for step in tl.static_range(3):
+        words = tl.where(is_token, first_word + step, -1)
+        is_word = (words >= 0) & (words < num_integers - _NUM_ROWS)
+        values = tl.load(integers + (words + _NUM_ROWS) * num_tokens, mask=is_word, other=0)
+        values = values.to(tl.uint32, bitcast=True).to(tl.uint64)
+        if step == 2:
+            bits = bits >> shift | values << (63 - shift) << 1  # in two steps, since the shift may be none
+        else:
+            bits = bits | values << step * _WORD_BITS
+    return bits
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_integers", "num_splits"])
 def attend_part(
     query,
     key,
@@ -54,6 +77,7 @@ def attend_part(
     log_totals,
     scale,
     num_tokens,
+    num_integers,  # per token
     num_splits,
     query_batch_stride,
     query_head_stride,
@@ -70,6 +94,7 @@ def attend_part(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    HAS_TREE: tl.constexpr,
     IS_WHOLE: tl.constexpr,  # one part: `outputs` are (batch, tokens, heads, head_dim), and final
     PRECISION: tl.constexpr,
 ):
@@ -85,7 +110,7 @@ def attend_part(
     dims = tl.arange(0, BLOCK_D)
     is_dim = dims < HEAD_DIM
 
-    integers = visibility + batch * _NUM_ROWS * num_tokens
+    integers = visibility + batch * num_integers * num_tokens
     position = tl.load(integers + _POSITION * num_tokens + tokens, mask=is_token, other=0)
     branch = tl.load(integers + _BRANCH * num_tokens + tokens, mask=is_token, other=_PADDING)
     context_limit = tl.load(integers + _CONTEXT_LIMIT * num_tokens + tokens, mask=is_token, other=0)
@@ -144,8 +169,14 @@ def attend_part(
         is_context = key_branch == _CONTEXT
         limit = tl.where(is_context[None, :], context_limit[:, None], branch_limit[:, None])
         is_seen = is_context[None, :] | (key_branch[None, :] == branch[:, None])
+        is_seen = is_seen & (key_position[None, :] <= limit)
+        if HAS_TREE:
+            is_seen = is_seen & (key_branch != _NODE)[None, :]
+            bits = _bits_of(integers + tokens, first - num_cached, is_token, num_tokens, num_integers)
+            is_ancestor = (bits[:, None] >> tl.arange(0, BLOCK_N)[None, :].to(tl.uint64)) & 1
+            is_seen = is_seen | (is_ancestor != 0)
         is_seen = is_seen & (is_place & (key_branch != _PADDING))[None, :]
-        is_seen = is_seen & (key_position[None, :] <= limit) & (key_position[None, :] >= oldest[:, None])
+        is_seen = is_seen & (key_position[None, :] >= oldest[:, None])
 
         is_key = is_dim[:, None] & is_place[None, :]
         keys = tl.load(key + dims[:, None] + places[None, :] * key_place_stride, mask=is_key, other=0.0)
@@ -273,6 +304,7 @@ def launch(
         log_totals,
         scaling * _LOG2_E,
         num_tokens,
+        visibility.shape[2],
         num_splits,
         *query.stride()[:3],
         *key.stride()[:3],
@@ -281,6 +313,7 @@ def launch(
         SHARED=shared,
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
+        HAS_TREE=visibility.shape[2] > NUM_ROWS,
         IS_WHOLE=is_whole,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         **tile,
