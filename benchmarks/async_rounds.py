@@ -21,7 +21,9 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from d3d_hf import D3DDrafterForCausalLM
-from d3d_hf.decoding import AsyncCandidateGenerator, InlineWorker
+from d3d_hf.bench.synthetic import ImposedAcceptance
+from d3d_hf.decoding.async_drafts import AsyncDrafts
+from d3d_hf.decoding.worker import InlineWorker
 from d3d_hf.model.generation_stats import GenerationStats
 from d3d_hf.testing import tiny_model
 from d3d_hf.training.provenance import provenance
@@ -52,6 +54,7 @@ def pair(max_positions: int = 512):
     target = tiny_model("llama", seed=5, max_position_embeddings=max_positions)
     drafter = D3DDrafterForCausalLM.from_backbone(target, block_size=8)
     drafter.generation_config.num_bonus_guesses = 0  # one forward per packed pass
+    drafter.generation_config.draft_tree_size = 0
     drafter.generation_config.on_draft_error = "raise"
     return target, drafter
 
@@ -144,48 +147,78 @@ class Stopwatch:
         setattr(self._owner, self._method, self._original)
 
 
-class InlineGenerator(AsyncCandidateGenerator):
-    """The packed schedule on the caller's thread, so that nothing runs beside what is measured."""
+class Rounds:
+    """The clock of an own loop: starts with a forward of the target, and stands where the last one begins."""
 
-    def _make_worker(self, drafter):
-        return InlineWorker()
+    def __init__(self, watches: dict[str, Stopwatch], warm: int):
+        self._watches, self._warm = watches, warm
+        self._num_forwards, self._start, self.sums, self.seconds = 0, None, {}, 0.0
+
+    @property
+    def count(self) -> int:
+        return self._num_forwards - self._warm - 1
+
+    def begin(self):
+        self._num_forwards += 1
+        now = time.perf_counter()
+        if self._num_forwards == self._warm + 1:
+            self._start = now
+            for watch in self._watches.values():
+                watch.seconds = 0.0
+        elif self._start is not None:
+            self.seconds = now - self._start
+            self.sums = {name: watch.seconds for name, watch in self._watches.items()}
 
 
 def own_loop(context_length: int, num_rounds: int) -> dict:
-    """Milliseconds a round outside the drafter's model, with three guesses of each bonus."""
+    """
+    Milliseconds a round outside both models, with three guesses of each bonus. The packed schedule runs on the
+    caller's thread, so that nothing runs beside what is measured; two tokens of each draft are accepted.
+    """
     target, drafter = pair(max_positions=context_length + 1024)
-    drafter.generation_config.num_bonus_guesses = 3
-    prompt = prompt_of(context_length)
-    config = target.generation_config
-    config.max_length, config.do_sample = context_length + 10 * num_rounds, False
-    generator = InlineGenerator(drafter, config, None, None, 67)
-    with (
-        Stopwatch(generator, "get_candidates") as loop,
-        Stopwatch(drafter, "packed_forward") as passes,
-        Stopwatch(drafter, "project") as heads,
-        Stopwatch(GenerationStats, "record_draft") as drafts,
-        Stopwatch(GenerationStats, "record_verdict") as verdicts,
-    ):
-        ids, warm = prompt, 5
-        for index in range(num_rounds + warm):
-            if index == warm:
-                for watch in (loop, passes, heads, drafts, verdicts):
-                    watch.seconds, watch.calls = 0.0, 0
-            candidates, _ = generator.get_candidates(ids)
-            drafted = candidates.shape[1] - ids.shape[1]
-            kept = candidates[:, : ids.shape[1] + min(drafted, 2)]  # two accepted tokens and a bonus
-            ids = torch.cat([kept, torch.full((1, 1), 3 + index % 60)], dim=1)
-            generator.update_candidate_strategy(ids, None, 0)
-    generator.close()
-    own = loop.seconds - passes.seconds - heads.seconds
-    recording = drafts.seconds + verdicts.seconds
+    options = drafter.generation_config
+    options.drafting_mode, options.num_bonus_guesses = "async", 3
+    warm, num_new_tokens = 5, 3 * (num_rounds + 7)
+    imposed = ImposedAcceptance([1.0, 1.0, 0.0], 67, max_length=context_length + num_new_tokens + 16)
+    imposed.impose_on_target(target)
+    imposed.impose_on_drafter(drafter)
+    make_worker = AsyncDrafts._make_worker
+    AsyncDrafts._make_worker = lambda self, drafter: InlineWorker()
+    with contextlib.ExitStack() as stack:
+        stack.callback(setattr, AsyncDrafts, "_make_worker", make_worker)
+        watches = {
+            "target": Stopwatch(target, "forward"),
+            "passes": Stopwatch(drafter, "packed_forward"),
+            "heads": Stopwatch(drafter, "project"),
+            "imposing": Stopwatch(imposed, "draft"),
+            "drafts": Stopwatch(GenerationStats, "record_draft"),
+            "verdicts": Stopwatch(GenerationStats, "record_verdict"),
+        }
+        for watch in watches.values():
+            stack.enter_context(watch)
+        rounds, forward = Rounds(watches, warm), target.forward
+
+        @functools.wraps(forward)
+        def begun(*args, **kwargs):
+            rounds.begin()
+            return forward(*args, **kwargs)
+
+        target.forward = begun
+        stack.callback(setattr, target, "forward", forward)
+        prompt = prompt_of(context_length)
+        target.generate(prompt, max_new_tokens=num_new_tokens, do_sample=False, assistant_model=drafter)
+    sums, count = rounds.sums, rounds.count
+    model = sums["passes"] + sums["heads"]
+    beside_target = rounds.seconds - sums["target"] - sums["imposing"]
+    recording = sums["drafts"] + sums["verdicts"]
     return {
         "context": context_length,
-        "rounds": loop.calls,
-        "own_ms": round(1e3 * own / loop.calls, 3),
-        "model_ms": round(1e3 * (passes.seconds + heads.seconds) / loop.calls, 3),
-        "statistics_ms": round(1e3 * recording / loop.calls, 4),
-        "statistics_share_of_round": round(recording / (loop.seconds + verdicts.seconds), 4),
+        "rounds": count,
+        "own_ms": round(1e3 * (beside_target - model) / count, 3),
+        "model_ms": round(1e3 * model / count, 3),
+        "target_ms": round(1e3 * sums["target"] / count, 3),
+        "statistics_ms": round(1e3 * recording / count, 4),
+        "statistics_share_of_round": round(recording / beside_target, 4),
     }
 
 

@@ -23,7 +23,6 @@ from d3d_hf import D3DDrafterForCausalLM, embedded
 from d3d_hf.model.backbones import cache_argument
 from d3d_hf.model.drafting_session import DraftingSession
 from d3d_hf.model.storage import GrowingCache
-from d3d_hf.model.token_chooser import TokenChooser
 from d3d_hf.training.provenance import provenance
 
 
@@ -91,8 +90,7 @@ class Drafting:
     """A session that drafts 8 tokens after each text."""
 
     def __init__(self, drafter, side: str):
-        chooser = TokenChooser(drafter.config.vocab_size)
-        self._session = DraftingSession(drafter, chooser, compile_drafter=side == "compiled")
+        self._session = DraftingSession(drafter, drafter.config.vocab_size, compile_drafter=side == "compiled")
 
     def grow(self, text: torch.LongTensor):
         self._session.draft(text, 8)

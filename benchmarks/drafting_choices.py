@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from common import chat_inputs
 
-from d3d_hf import D3DDrafterForCausalLM, candidate_generator, embedded
+from d3d_hf import D3DDrafterForCausalLM, embedded
 from d3d_hf.training.provenance import provenance
 
 
 def choices() -> dict[str, tuple[dict, dict]]:
-    """Name: drafting options (`chained_head` and `law` are this script's), arguments of generate."""
+    """Name: drafting options (`chained_head` is this script's), arguments of generate."""
     rows = {}
     for num_steps in (1, 2, 3):
         rows[f"greedy, {num_steps} denoising steps"] = ({"num_denoising_steps": num_steps}, {"do_sample": False})
@@ -28,9 +28,9 @@ def choices() -> dict[str, tuple[dict, dict]]:
         options = {"num_denoising_steps": num_steps, "chained_head": False}
         rows[f"greedy, {num_steps} denoising steps, no chained head"] = (options, {"do_sample": False})
     for temperature in (0.6, 1.0):
-        for law in ("warped", "argmax"):
+        for name, tree_size in (("chains", 0), ("trees of 16", 16)):
             sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-            rows[f"temperature {temperature}, {law} drafts"] = ({"law": law}, sampling)
+            rows[f"temperature {temperature}, {name}"] = ({"draft_tree_size": tree_size}, sampling)
     return rows
 
 
@@ -65,18 +65,16 @@ def main():
 
 
 @contextlib.contextmanager
-def chosen(drafter, num_denoising_steps: int = 1, chained_head: bool = True, law: str = "warped"):
-    head, warpers_of = drafter.chained_head, candidate_generator.warpers_of
+def chosen(drafter, num_denoising_steps: int = 1, chained_head: bool = True, draft_tree_size: int = 0):
+    head = drafter.chained_head
     drafter.generation_config.num_denoising_steps = num_denoising_steps
+    drafter.generation_config.draft_tree_size = draft_tree_size
     if not chained_head:
         drafter.chained_head = None
-    if law == "argmax":
-        candidate_generator.warpers_of = lambda config: None  # the likeliest token, no law handed over
     try:
         yield
     finally:
         drafter.chained_head = head
-        candidate_generator.warpers_of = warpers_of
 
 
 def row(name: str, stats: list) -> dict:

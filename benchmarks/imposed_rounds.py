@@ -1,5 +1,6 @@
 """What the checks of the cost model share: evenly imposed acceptance, and the steady pace of a generation."""
 
+import functools
 import time
 from collections.abc import Sequence
 
@@ -32,14 +33,26 @@ class EvenlyImposedAcceptance(ImposedAcceptance):
 
 
 class Pace(BaseStreamer):
-    """Notes when tokens come. The first round, which has the prefill in it, and the last, cut short, do not count."""
+    """
+    Notes when tokens come, forward by forward of the target. The first round, which has the prefill in it, and the
+    last, cut short, do not count.
+    """
 
     def __init__(self):
         self._times, self._counts = [], []
+        self._is_new_round = True  # the prompt comes first
+
+    def begin_round(self):
+        """A forward of the target begins; what comes until the next one is of one round."""
+        self._is_new_round = True
 
     def put(self, value):
-        self._times.append(time.perf_counter())
-        self._counts.append(value.numel())
+        if self._is_new_round:
+            self._times.append(0.0)
+            self._counts.append(0)
+            self._is_new_round = False
+        self._times[-1] = time.perf_counter()
+        self._counts[-1] += value.numel()
 
     def end(self):
         pass
@@ -63,8 +76,20 @@ class Pace(BaseStreamer):
 
 def paced(target, prompt: torch.LongTensor, max_new_tokens: int, **kwargs) -> Pace:
     """The pace of one greedy generation."""
-    pace = Pace()
-    target.generate(prompt, max_new_tokens=max_new_tokens, do_sample=False, streamer=pace, **kwargs)
+    pace, previous, forward = Pace(), target.__dict__.get("forward"), target.forward
+
+    @functools.wraps(forward)  # generate reads the signature
+    def noted(*args, **kwargs):
+        pace.begin_round()
+        return forward(*args, **kwargs)
+
+    target.forward = noted
+    try:
+        target.generate(prompt, max_new_tokens=max_new_tokens, do_sample=False, streamer=pace, **kwargs)
+    finally:
+        del target.forward
+        if previous is not None:
+            target.forward = previous
     return pace
 
 
@@ -73,10 +98,10 @@ def prompt_of(length: int, vocab_size: int) -> torch.LongTensor:
 
 
 def random_drafter(config, block_size: int, mode: str = "sync") -> D3DDrafterForCausalLM:
-    """An untrained drafter that drafts eagerly, and raises where drafting fails."""
+    """An untrained drafter that drafts chains, eagerly, and raises where drafting fails."""
     drafter = D3DDrafterForCausalLM.from_backbone(random_model(config, seed=1), block_size=block_size).eval()
     config = drafter.generation_config
-    config.drafting_mode, config.num_bonus_guesses = mode, 0
+    config.drafting_mode, config.num_bonus_guesses, config.draft_tree_size = mode, 0, 0
     config.compile_drafter, config.on_draft_error = False, "raise"
     return drafter
 

@@ -22,7 +22,8 @@ import torch
 from common import chat_inputs
 
 from d3d_hf import D3DDrafterForCausalLM, embedded
-from d3d_hf.decoding import AsyncCandidateGenerator, InlineWorker
+from d3d_hf.decoding.async_drafts import AsyncDrafts
+from d3d_hf.decoding.worker import InlineWorker
 from d3d_hf.training.provenance import provenance
 
 
@@ -115,12 +116,12 @@ def timed_forward(model):
 @contextlib.contextmanager
 def inline():
     """Packed passes on the caller's thread, so that nothing runs beside the target."""
-    original = AsyncCandidateGenerator._make_worker
-    AsyncCandidateGenerator._make_worker = lambda self, drafter: InlineWorker()
+    original = AsyncDrafts._make_worker
+    AsyncDrafts._make_worker = lambda self, drafter: InlineWorker()
     try:
         yield
     finally:
-        AsyncCandidateGenerator._make_worker = original
+        AsyncDrafts._make_worker = original
 
 
 if __name__ == "__main__":

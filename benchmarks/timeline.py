@@ -35,14 +35,17 @@ class Span:
     num_tokens: int = 0
 
 
-class TokensPerChunk(BaseStreamer):
-    """How many tokens each round emitted."""
+class TokensOfForwards(BaseStreamer):
+    """Counts the tokens that each of the target's forwards emitted. The first chunk is the prompt."""
 
-    def __init__(self):
-        self.counts = []
+    def __init__(self, spans: list[Span]):
+        self._spans, self._has_prompt = spans, False
 
     def put(self, value):
-        self.counts.append(value.numel())
+        if self._has_prompt:
+            last = next(span for span in reversed(self._spans) if span.lane == "target")
+            last.num_tokens += value.numel()
+        self._has_prompt = True
 
     def end(self):
         pass
@@ -56,8 +59,10 @@ def record(mode: str, args: argparse.Namespace) -> list[Span]:
     drafter = acceptance_profile_drafter(reference, [args.acceptance], block_size=8)
     drafter.generation_config.drafting_mode = mode
     drafter.generation_config.num_bonus_guesses = 0  # one forward per packed pass
+    drafter.generation_config.draft_tree_size = 0
     drafter.generation_config.on_draft_error = "raise"
-    spans, streamer = [], TokensPerChunk()
+    spans = []
+    streamer = TokensOfForwards(spans)
 
     def timed(lane, method, seconds):
         @functools.wraps(method)
@@ -77,9 +82,6 @@ def record(mode: str, args: argparse.Namespace) -> list[Span]:
     )
     if not torch.equal(ids, reference):
         raise RuntimeError(f"The ids of the {mode} run are not those of plain generation.")
-    verifications = [span for span in spans if span.lane == "target"]
-    for span, count in zip(verifications, streamer.counts[1:], strict=True):  # the first chunk is the prompt
-        span.num_tokens = count
     origin = min(span.start_s for span in spans)
     for span in spans:
         span.start_s, span.end_s = span.start_s - origin, span.end_s - origin

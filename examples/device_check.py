@@ -404,12 +404,10 @@ class Check:
         generator = torch.Generator().manual_seed(0)
         prompt = torch.randint(vocab_size, (context,), generator=generator).tolist()
         kwargs = {} if method == "plain" else {"assistant_model": drafter}
-        drafter.generation_config.update(
-            drafting_mode="sync" if method == "plain" else method,
-            num_bonus_guesses=0,
-            compile_drafter=self.graphs is not None,
-            on_draft_error="raise",
-        )
+        options = drafter.generation_config
+        options.drafting_mode = "sync" if method == "plain" else method
+        options.num_bonus_guesses = options.draft_tree_size = 0
+        options.compile_drafter, options.on_draft_error = self.graphs is not None, "raise"
         length = context + self.num_new_tokens + 2 * BLOCK_SIZE
         with imposed(EvenAcceptance(profile, vocab_size, max_length=length), target, drafter):
             for num_new_tokens in (3 * BLOCK_SIZE, self.num_new_tokens):  # the first warms up
@@ -429,6 +427,7 @@ class Check:
         if method == "plain":
             self._plain[context, is_fast_target] = row["tokens_per_second"]
             return row
+        row["mode"] = drafter.last_generation_stats.mode
         plain, limit = self._plain.get((context, is_fast_target)), self._limits.get((name, context, is_fast_target))
         if plain is not None:
             row["speedup"] = row["tokens_per_second"] / plain

@@ -1,5 +1,5 @@
 """
-Sampling with a drafter: the law is the target's own, and a fixed drafting mode makes a seed give the same text again.
+Sampling with a drafter: a seed gives the text that it gives without one, up to rounding:
 `python examples/sampling.py`.
 """
 

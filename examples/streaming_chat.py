@@ -1,6 +1,6 @@
 """
-A chat that streams: each round of the drafter appears as one piece of text. Two turns are said for you, more with
-`--interactive`: `python examples/streaming_chat.py --interactive`.
+A chat that streams as it does without a drafter. Two turns are said for you, more with `--interactive`:
+`python examples/streaming_chat.py --interactive`.
 """
 
 import argparse

@@ -21,7 +21,7 @@ from d3d_hf import D3DDrafterForCausalLM, D3DTrainer, D3DTrainingArguments
 from d3d_hf.decoding import async_drafts
 from d3d_hf.decoding.async_drafts import AsyncDrafts
 from d3d_hf.decoding.packed_drafts import PackedSession, guesses_without
-from d3d_hf.decoding.planner import Branch, Calibration, plan_branches
+from d3d_hf.decoding.planner import Branch, BranchValues, plan_branches, verdict_chances
 from d3d_hf.decoding.worker import InlineWorker, ThreadWorker
 from d3d_hf.model.packing import lay_out
 from d3d_hf.testing import (
@@ -131,16 +131,14 @@ def test_every_branch_equals_an_unpacked_forward(architecture, guess_source):
             whole = torch.cat([text, tokens(draft_length)])
             given_guesses = [tokens(2).tolist() for _ in range(draft_length + 1)] if guess_source == "given" else None
             drafts = session.pack(
-                whole, len(text), round_id, 0 if guess_source == "none" else 2, slot_guesses=given_guesses
+                whole, len(text), round_id, 0 if guess_source == "none" else 2, given_guesses=given_guesses
             )
             assert drafts.round_id == round_id and session.num_cached == len(whole)
-            assert {branch.num_accepted for branch in drafts.branches if branch.guess is None} == set(
-                range(draft_length + 1)
-            )
+            assert {branch.node for branch in drafts.branches if branch.guess is None} == set(range(draft_length + 1))
             for index, branch in enumerate(drafts.branches):
-                if branch.guess is not None and branch.num_accepted < draft_length and given_guesses is None:
-                    assert branch.guess != int(whole[len(text) + branch.num_accepted]), "the rejected token"
-                anchor = len(text) - 1 + branch.num_accepted
+                if branch.guess is not None and branch.node < draft_length and given_guesses is None:
+                    assert branch.guess != int(whole[len(text) + branch.node]), "the rejected token"
+                anchor = len(text) - 1 + branch.node
                 expected = branch_logits_by_definition(drafter, whole, anchor, branch.guess)
                 logits = session.block_of(drafts, index, bonus=2).logits
                 torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
@@ -163,26 +161,57 @@ def test_with_a_budget_the_likeliest_verdicts_come_first_and_guesses_where_they_
     assert plan_branches([[], [], []], max_branches=2, verdict_chances=[0.1, 0.5, 0.4]) == [Branch(1), Branch(2)]
 
 
-def test_verdict_chances_are_learned_from_verdicts():
-    """A drafter that is always sure and mostly wrong is no longer believed."""
-    calibration = Calibration()
-    before = calibration.verdict_chances([0.9, 0.9])
-    assert before == pytest.approx([0.1, 0.09, 0.81])
-    for _ in range(50):
-        calibration.record([0.9, 0.9], num_accepted=0)
-    after = calibration.verdict_chances([0.9, 0.9])
-    assert after[0] > 0.9 and sum(after) == pytest.approx(1)
-    calibration = Calibration()
-    for _ in range(50):
-        calibration.record([0.3, 0.3], num_accepted=2)  # and one that is too modest is believed more
-    assert calibration.verdict_chances([0.3, 0.3])[2] > 0.85
-    assert calibration.verdict_chances([0.9])[1] == pytest.approx(0.9), "other confidences are another matter"
-    assert calibration.verdict_chances([]) == [1.0]
+def test_a_verdict_ends_where_the_text_leaves_the_tree():
+    chances = verdict_chances([0.9, 0.5, 0.3, 0.1], [0, 1, 1, 3])
+    assert chances == pytest.approx([0.1, 0.1, 0.5, 0.2, 0.1])
+    assert verdict_chances([], []) == [1.0] and min(verdict_chances([0.9, 0.9], [0, 0])) > 0
+
+
+def test_what_branches_are_worth_is_learned_from_verdicts():
+    values = BranchValues()
+    first = values.guess(0)
+    for _ in range(60):
+        values.record_guesses([5, 6], bonus=6)
+        values.record_round("masked", 2)
+        values.record_round("guessed", 5)
+    assert values.guess(1) > first > values.guess(0) and values.masked == pytest.approx(2.0, abs=0.1)
+    # What never helps comes last.
+    plan = plan_branches([[1, 2], [3]], max_branches=3, verdict_chances=[0.6, 0.4], values=values)
+    assert plan == [Branch(0, 2), Branch(0), Branch(1)]
 
 
 def test_a_rejected_token_is_never_its_own_guess():
     candidates = torch.tensor([[7, 8, 9], [7, 8, 9], [7, 8, 9]])
     assert guesses_without(candidates, [7, 9], 2) == [[8, 9], [7, 8], [7, 8]]
+
+
+def test_every_branch_on_a_tree_equals_an_unpacked_forward():
+    """Rounds of random trees with random verdicts: each branch sees its own path alone, whatever stands beside it."""
+    for architecture in ARCHITECTURES:
+        drafter = D3DDrafterForCausalLM.from_backbone(
+            tiny_model(architecture, seed=5, initializer_range=0.2), block_size=4
+        )
+        generator = torch.Generator().manual_seed(7)
+        session, text = PackedSession(drafter, 67), torch.randint(2, 67, (7,), generator=generator)
+        for round_id in range(8):
+            num_nodes = int(torch.randint(2, 9, (), generator=generator))
+            parents = [int(torch.randint(0, node + 1, (), generator=generator)) for node in range(num_nodes)]
+            tokens = torch.randperm(60, generator=generator)[:num_nodes] + 2
+            guesses = [[3] if node % 2 else [] for node in range(num_nodes + 1)]
+            drafts = session.pack(
+                torch.cat([text, tokens]), len(text), round_id, 1, given_guesses=guesses, parents=parents
+            )
+            paths = [[]]
+            for node, parent in enumerate(parents):
+                paths.append([*paths[parent], int(tokens[node])])
+            assert {branch.node for branch in drafts.branches} == set(range(num_nodes + 1))
+            for index, branch in enumerate(drafts.branches):
+                alone = torch.cat([text, torch.tensor(paths[branch.node], dtype=torch.long)])
+                expected = branch_logits_by_definition(drafter, alone, len(alone) - 1, branch.guess)
+                logits = session.block_of(drafts, index, bonus=2).logits
+                torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+            accepted = paths[int(torch.randint(0, num_nodes + 1, (), generator=generator))]
+            text = torch.cat([text, torch.tensor([*accepted, 61])])
 
 
 # The worker

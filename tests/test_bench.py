@@ -450,12 +450,14 @@ def test_a_method_that_fails_has_its_reason_and_the_others_go_on(prompt_sets, tm
     def fail(*args, **kwargs):
         raise RuntimeError("broken\nin two lines")
 
-    monkeypatch.setattr(drafter, "make_candidate_generator", fail)
+    monkeypatch.setattr(drafter, "packed_forward", fail)
+    drafter.generation_config.on_draft_error = "raise"
     store = RowStore(str(tmp_path / "rows"), {})
     runner.run(prompt_sets[:1], store)
     results = {result["method"]: result for result in summarise(store.rows(), is_greedy=True)}
     assert results["plain"]["num_prompts"] == 3
-    assert results["d3d-sync"]["reason"] == "failed: RuntimeError: broken in two lines"
+    reason = "failed: DraftingError: Drafting failed (RuntimeError: broken in two lines)."
+    assert results["d3d-sync"]["reason"] == reason
     assert "--dflash" in results["dflash"]["reason"]
     for name in ("d3d-sync", "dflash"):
         assert results[name]["num_prompts"] == results[name]["speedup"] == results[name]["tokens_per_round"] == 0
@@ -465,7 +467,7 @@ def test_a_drafter_that_is_not_asked_has_its_reason(prompt_sets):
     target = tiny_model("llama", seed=5)
     runner = runner_of(["plain", "d3d-sync"], target, D3DDrafterForCausalLM.from_backbone(target).train())
     _, row = runner.rows_of("maths", prompt_sets[0].prompts[0])
-    assert "without drafts" in row["reason"]
+    assert "without drafts: the drafter is in train mode" in row["reason"]
 
 
 def test_sampled_runs_are_seeded_and_not_compared(prompt_sets):

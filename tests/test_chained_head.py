@@ -72,7 +72,7 @@ def test_packed_branches_are_corrected_from_the_bonus_on():
     for index, branch in enumerate(drafts.branches):
         bonus = 11 if branch.guess is None else branch.guess
         draft = session.reader.chain(session.block_of(drafts, index, bonus), 5)
-        anchor = 5 + branch.num_accepted
+        anchor = 5 + branch.node
         shown = branch.guess is not None
         layout = lay_out(anchor + 1, torch.tensor([[anchor]]), (5,), num_visible=torch.tensor([[int(shown)]]))
         ids = torch.cat([text[: anchor + 1], torch.tensor([bonus, 0, 0, 0, 0])])[None]

@@ -38,6 +38,7 @@ def test_the_script_runs_on_a_cpu(tmp_path):
     for row in content["parts"]["generate"]:
         wanted = 1 if "plain" in row["row"] else 3
         assert row["tokens_per_round"] >= wanted
+        assert row.get("mode") in (None, "sync", "async") and row.get("mode", "plain") in row["row"]
 
 
 def test_the_way_of_a_gpu(tmp_path, monkeypatch):

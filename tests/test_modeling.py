@@ -74,7 +74,10 @@ def test_save_and_load(architecture, mask_token_id, tied, ids, tmp_path):
     drafter = D3DDrafterForCausalLM.from_backbone(
         model, block_size=5, mask_token_id=mask_token_id, block_attention="causal"
     )
-    perturb(drafter).generation_config.num_assistant_tokens = 3
+    options = {"num_assistant_tokens": 3, "drafting_mode": "async", "num_bonus_guesses": 0, "draft_tree_size": 12}
+    perturb(drafter)
+    for name, value in options.items():
+        setattr(drafter.generation_config, name, value)
     drafter.save_pretrained(tmp_path)
     expected = packed_logits(drafter, ids)
     for loader in (D3DDrafterForCausalLM, AutoModelForCausalLM):
@@ -83,8 +86,7 @@ def test_save_and_load(architecture, mask_token_id, tied, ids, tmp_path):
         torch.testing.assert_close(packed_logits(loaded, ids), expected, atol=0, rtol=0)
         assert (loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight) == tied
         assert loaded.config.block_size == 5 and loaded.config.block_attention == "causal"
-        assert loaded.generation_config.num_assistant_tokens == 3
-        assert loaded.generation_config.assistant_confidence_threshold == 0.0
+        assert {name: getattr(loaded.generation_config, name) for name in options} == options
     assert isinstance(AutoConfig.from_pretrained(tmp_path), D3DConfig)
 
 

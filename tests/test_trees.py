@@ -354,6 +354,7 @@ def test_the_size_goes_by_what_a_row_costs():
         rule = SizeRule(costs(slope))
         rule.record_draft(1.0)
         sizes.append(rule.choose(CHANCES))
+        assert rule.most >= sizes[-1]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] == 64 and sizes[-1] == 4
 
 

@@ -37,7 +37,7 @@ class _Recorder(BaseStreamer):
     def __init__(self, model, prompt_length: int):
         self._model, self._prompt_length = model, prompt_length
         self.num_fed, self.num_new, self.first_time = [], [], None
-        self._has_prompt = False
+        self._has_prompt, self._is_new_round = False, False
 
     def put(self, value: torch.Tensor):
         if not self._has_prompt:
@@ -45,7 +45,11 @@ class _Recorder(BaseStreamer):
             return
         if self.first_time is None:
             self.first_time = time.perf_counter()
-        self.num_new.append(value.numel())
+        # A round's tokens come in one chunk or one by one; another forward has run before the next round's.
+        if self._is_new_round:
+            self.num_new.append(0)
+            self._is_new_round = False
+        self.num_new[-1] += value.numel()
 
     def end(self):
         pass
@@ -58,6 +62,7 @@ class _Recorder(BaseStreamer):
         def recorded(*args, **kwargs):
             ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
             self.num_fed.append(ids.shape[1])
+            self._is_new_round = True
             return forward(*args, **kwargs)
 
         self._model.forward = recorded

@@ -177,9 +177,10 @@ class Runner:
             turn = asdict(generation) | {"prompt_ids": prompt_ids, "num_prompt_tokens": len(prompt_ids)}
             peaks.append(turn.pop("peak_memory_bytes"))
             if method.is_drafted:
-                if call.assistant.last_generation_stats is None:
-                    raise RuntimeError("it generated without drafts; the log says why")
-                turn |= _drafting(call.assistant.last_generation_stats)
+                stats = call.assistant.last_generation_stats
+                if stats is None or stats.door == "plain":
+                    raise RuntimeError(f"it generated without drafts: {stats and stats.door_reason}")
+                turn |= _drafting(stats)
             turns.append(turn)
         peak = None if None in peaks else max(peaks)
         return {"turns": turns, "peak_memory_bytes": peak, "weights_bytes": call.weights_bytes}

@@ -8,10 +8,10 @@ import torch
 
 from ..model.backbones import execution_device
 from ..model.generation_hook import Call
-from .draft_tree import DraftTree
+from .draft_tree import DraftTree, Paths
 from .drafts import Drafts
-from .packed_drafts import PackedSession, guesses_without
-from .planner import Calibration
+from .packed_drafts import PackedSession
+from .planner import BranchValues, verdict_chances
 from .worker import CpuThreadShare, ThreadWorker
 
 
@@ -43,9 +43,9 @@ class AsyncDrafts(Drafts):
         self._round_id = 0
         self._pending = None  # the packed pass for the verdict to come
         self._text_length = 0  # committed tokens when it was submitted
-        self._last_draft = []
+        self._last = Paths([], [])  # the draft under verification
         self._branch_logits = None
-        self._calibration, self._confidences = Calibration(), []
+        self._kind, self._values, self._guesses = None, BranchValues(), []
 
     def _make_session(self, drafter, vocab_size: int) -> PackedSession:
         options = self.options
@@ -62,28 +62,31 @@ class AsyncDrafts(Drafts):
         self._branch_logits = None
         if pending is None:
             return None
-        new_tokens = text[self._text_length :].tolist()
-        num_accepted = len(new_tokens) - 1
-        drafts = self._take(pending)
+        *accepted, bonus = text[self._text_length :].tolist() or [None]
+        drafts, node = self._take(pending), 0
+        for token in accepted:
+            node = None if node is None else self._last.child(node, token)
         # The caller may have done something else than verify: then the next pass starts from the text as it is.
-        is_verdict = 0 <= num_accepted <= len(self._last_draft) and new_tokens[:-1] == self._last_draft[:num_accepted]
-        if not is_verdict or drafts.round_id != self._round_id:
-            self._count_hit("none")
-            return None
-        self._calibration.record(self._confidences, num_accepted)
-        branch = drafts.choose(num_accepted, new_tokens[-1])
+        branch = None
+        if bonus is not None and node is not None and drafts.round_id == self._round_id:
+            if node < len(self._guesses):
+                self._values.record_guesses(self._guesses[node], bonus)
+            branch = drafts.choose(node, bonus)
         if branch is None:
             self._count_hit("none")
             return None
-        self._count_hit("masked" if drafts.branches[branch].guess is None else "guessed")
-        block = self._session.block_of(drafts, branch, new_tokens[-1])
+        self._kind = "masked" if drafts.branches[branch].guess is None else "guessed"
+        self._count_hit(self._kind)
+        block = self._session.block_of(drafts, branch, bonus)
         self._branch_logits = block.logits
         if torch.isnan(block.logits).any():
             raise FloatingPointError("the drafter's logits are NaN")
         return self._shaped(block, text, depth)
 
-    def _drafts_chains(self) -> bool:
-        return True  # a packed pass drafts for the verdicts on a chain
+    def observe(self, tree: DraftTree, path: list[int], rows: int, seconds: float):
+        super().observe(tree, path, rows, seconds)
+        if self._kind is not None:
+            self._values.record_round(self._kind, len(path) + 1)
 
     def _prepare_next(self, text: torch.LongTensor, tree: DraftTree, room: int):
         if room > 1:  # else the text ends with this round or the next, which has no room for a draft
@@ -107,7 +110,7 @@ class AsyncDrafts(Drafts):
     def _submit(self, text: torch.LongTensor, tree: DraftTree):
         """Sends the packed pass for the verdict on a draft to the worker."""
         self._round_id += 1
-        self._text_length, self._last_draft = text.shape[0], tree.tokens.tolist()
+        self._text_length, self._last = text.shape[0], tree.read()
         drafted = torch.cat([text, tree.tokens.cpu()])  # a copy: the text grows while the worker reads
         if not self._session.has_room_for(drafted.shape[0] + self._block_size):
             self._cpu_share.restore()
@@ -116,11 +119,12 @@ class AsyncDrafts(Drafts):
         self._session.prepare(options.num_packed_tokens(self._block_size))
         if self._shares_cpu:
             self._cpu_share.divide()
-        max_branches = verdict_chances = None
-        if options.draft_slot_budget is not None:
-            max_branches = options.draft_slot_budget // self._block_size
-            self._confidences = self._confidences_in(tree)
-            verdict_chances = self._calibration.verdict_chances(self._confidences)
+        chances = max_branches = None
+        if options.draft_slot_budget is not None or not tree.is_chain:
+            max_branches = options.max_branches(self._block_size)
+            chances = self._verdict_chances(tree)
+        is_given = options.bonus_guess_source == "slots" or not tree.is_chain
+        self._guesses = self._slot_guesses() if is_given else []
         # The job knows the session, not these drafts, so that drafts that are dropped can end the worker.
         job = functools.partial(
             self._session.pack,
@@ -128,27 +132,39 @@ class AsyncDrafts(Drafts):
             num_committed=text.shape[0],
             round_id=self._round_id,
             num_guesses=options.num_bonus_guesses,
-            slot_guesses=self._slot_guesses() if options.bonus_guess_source == "slots" else None,
+            given_guesses=self._guesses if is_given else None,
+            parents=None if tree.is_chain else self._last.parents,
             max_branches=max_branches,
-            verdict_chances=verdict_chances,
+            verdict_chances=chances,
+            values=self._values,
         )
         self._pending = self._worker.submit(job)
 
-    def _confidences_in(self, tree: DraftTree) -> list[float]:
-        """The drafter's probability of each token under verification, before any correction; even odds if unknown."""
-        if self._branch_logits is None:
-            return [0.5] * len(tree)
-        probabilities = self._branch_logits[: len(tree)].float().softmax(-1)
-        return probabilities.gather(-1, tree.tokens[:, None].to(probabilities.device))[:, 0].tolist()
+    def _verdict_chances(self, tree: DraftTree) -> list[float]:
+        """Of each verdict on a tree; of a chain by the drafter's own probabilities, even odds where it has none."""
+        if tree.chances is not None:
+            chances = tree.chances.tolist()
+        elif self._branch_logits is None:
+            chances = [0.5 ** (place + 1) for place in range(len(tree))]
+        else:
+            laws = self._branch_logits[: len(tree)].float().softmax(-1)
+            chances = laws.gather(-1, tree.tokens[:, None].to(laws.device))[:, 0].cumprod(0).tolist()
+        calibrated = [self._size_rule.calibration.chance(chance) for chance in chances]
+        return verdict_chances(calibrated, self._last.parents)
 
     def _slot_guesses(self) -> list[list[int]]:
         """Guesses of the bonus from the laws of the draft under verification; none where it has no law."""
-        count, num_verdicts = self.options.num_bonus_guesses, len(self._last_draft) + 1
+        count, depths = self.options.num_bonus_guesses, self._last.depths
         if self._branch_logits is None or count == 0:
-            return [[] for _ in range(num_verdicts)]
-        candidates = self._branch_logits[:num_verdicts].topk(min(count + 1, self._branch_logits.shape[-1])).indices
-        guesses = guesses_without(candidates, self._last_draft, count)
-        return guesses + [[] for _ in range(num_verdicts - len(guesses))]
+            return [[] for _ in depths]
+        num_levels, vocab_size = self._branch_logits.shape
+        most = min(count + len(self._last.tokens), vocab_size)
+        likeliest = self._branch_logits.topk(most).indices.tolist()
+        guesses = []
+        for node, depth in enumerate(depths):
+            tokens = likeliest[depth] if depth < num_levels else []
+            guesses.append([token for token in tokens if self._last.child(node, token) is None][:count])
+        return guesses
 
     def _count_hit(self, kind: str):
         self.stats.num_hits[kind] = self.stats.num_hits.get(kind, 0) + 1

@@ -58,9 +58,6 @@ class AutoDrafts(AsyncDrafts):
         self._passes.append((num_fed, time.perf_counter() - start))
         return tree
 
-    def _drafts_chains(self) -> bool:
-        return self._way == "async" or Drafts._drafts_chains(self)
-
     def _prepare_next(self, text: torch.LongTensor, tree: DraftTree, room: int):
         if self._way == "async":
             super()._prepare_next(text, tree, room)

@@ -85,18 +85,15 @@ class Drafts:
         """A block's tree, or its chain."""
         if block is None:
             return None
-        if self._drafts_chains():
+        if not self._takes_trees:
             return DraftTree(self._builder.chain(block, depth))
         size = self.options.draft_tree_size
-        most = self._size_rule.largest if size == "auto" else size
+        most = self._size_rule.most if size == "auto" else size
         draws = None if self._draws is None else self._draws.next(depth)
         tree = self._builder.tree(block, most, depth, draws)
         if self.options.draft_from_text:
             tree = self._with_text(tree, text, depth, most)
         return tree.first(self._size_rule.choose(tree.chances.tolist())) if size == "auto" else tree
-
-    def _drafts_chains(self) -> bool:
-        return not self._takes_trees
 
     def _with_text(self, tree: DraftTree, text: torch.LongTensor, depth: int, num_nodes: int) -> DraftTree:
         """A tree with what followed in the text where it stood as it stands now."""

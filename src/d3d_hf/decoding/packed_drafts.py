@@ -13,8 +13,9 @@ import torch
 
 from ..model.block import Block
 from ..model.drafting_session import MAX_CONTEXT_PER_PASS, DraftingSession
-from ..model.packing import lay_out
-from .planner import Branch, plan_branches
+from ..model.packing import lay_out, lay_out_tree
+from .draft_tree import Paths
+from .planner import Branch, BranchValues, plan_branches
 
 
 @dataclass
@@ -33,9 +34,9 @@ class PackedDrafts:
     branches: list[Branch]
     hidden_states: torch.Tensor
 
-    def choose(self, num_accepted: int, bonus: int) -> int | None:
+    def choose(self, node: int, bonus: int) -> int | None:
         """Index of the branch for a verdict: the guess that is right, else the masked one, else `None`."""
-        for branch in (Branch(num_accepted, bonus), Branch(num_accepted)):
+        for branch in (Branch(node, bonus), Branch(node)):
             if branch in self.branches:
                 return self.branches.index(branch)
         return None
@@ -60,15 +61,23 @@ def guesses_without(candidates: torch.LongTensor, rejected: Sequence[int], num_g
 class PackedSession(DraftingSession):
     """A drafting session that drafts for every verdict. Runs wherever the worker runs it; one job at a time."""
 
+    _hanging = None  # the tree whose keys and values stand behind those of the text
+
+    def close(self):
+        super().close()
+        self._hanging = None
+
     def pack(
         self,
         text: torch.LongTensor,
         num_committed: int,
         round_id: int,
         num_guesses: int = 0,
-        slot_guesses: list[list[int]] | None = None,
+        given_guesses: list[list[int]] | None = None,
+        parents: list[int] | None = None,
         max_branches: int | None = None,
         verdict_chances: Sequence[float] | None = None,
+        values: BranchValues | None = None,
     ) -> PackedDrafts:
         """
         Drafts the block after each possible verdict on the tokens after `text[:num_committed]`.
@@ -78,47 +87,79 @@ class PackedSession(DraftingSession):
             num_committed (`int`): Committed tokens, at least one.
             round_id (`int`): Returned with the drafts.
             num_guesses (`int`, *optional*, defaults to 0): Guesses of the bonus for each verdict.
-            slot_guesses (`list[list[int]]`, *optional*):
-                Guesses for each verdict; by default they come from a first small forward over the context.
-            max_branches, verdict_chances: As in [`plan_branches`].
+            given_guesses (`list[list[int]]`, *optional*):
+                Guesses for each verdict; by default they come from a first small forward over the context. A tree
+                needs them given.
+            parents (`list[int]`, *optional*):
+                Of each token under verification, as in [`DraftTree`]. Default: they are a chain.
+            max_branches, verdict_chances, values: As in [`plan_branches`].
         """
-        arguments = (text, num_committed, round_id, num_guesses, slot_guesses, max_branches, verdict_chances)
-        return self._run(self._pack, *arguments)
+        plan = (max_branches, verdict_chances, values)
+        return self._run(self._pack, text, num_committed, round_id, num_guesses, given_guesses, parents, plan)
 
-    def _pack(self, text, num_committed, round_id, num_guesses, slot_guesses, max_branches, verdict_chances):
+    def _pack(self, text, num_committed, round_id, num_guesses, given_guesses, parents, plan):
         drafter, size = self._drafter, self._drafter.config.block_size
-        draft = text[num_committed:].tolist()
-        device = self._pass_device
-        context = self._rewind_to(text, most=num_committed - 1).to(device)
-        context = self._prefill_all_but(MAX_CONTEXT_PER_PASS + len(draft), context)
+        draft, device = text[num_committed:], self._pass_device
+        context = self._rewind_to(text if parents is None else text[:num_committed], most=num_committed - 1)
+        if parents is not None:
+            context = torch.cat([context, draft])
+        context = self._prefill_all_but(MAX_CONTEXT_PER_PASS + len(draft), context.to(device))
 
         guesses = [[] for _ in range(len(draft) + 1)]
-        if num_guesses and slot_guesses is not None:
-            guesses = slot_guesses
-        elif num_guesses:
+        if num_guesses and given_guesses is not None:
+            guesses = given_guesses
+        elif num_guesses and parents is None:
             logits = self._run_context(context, num_rows=len(draft) + 1)
             candidates = logits.topk(min(num_guesses + 1, logits.shape[-1])).indices
-            guesses = guesses_without(candidates, draft, num_guesses)
+            guesses = guesses_without(candidates, draft.tolist(), num_guesses)
             context = context[:0]
-        branches = plan_branches(guesses, max_branches, verdict_chances)
+        branches = plan_branches(guesses, *plan)
 
-        anchors = [num_committed - 1 + branch.num_accepted for branch in branches]
-        shown = [int(branch.guess is not None) for branch in branches]
+        nodes = torch.tensor([branch.node for branch in branches], device=device)
+        shown = torch.tensor([int(branch.guess is not None) for branch in branches], device=device)
         slots = torch.zeros(len(branches), size, dtype=torch.long)
         slots[:, 0] = torch.tensor([branch.guess or 0 for branch in branches])
-        layout = lay_out(
-            context.shape[0],
-            torch.tensor([anchors], device=device),
-            (size,) * len(branches),
-            num_visible=torch.tensor([shown], device=device),
-            num_cached=text.shape[0] - context.shape[0],
-            bidirectional=drafter.config.block_attention == "bidirectional",
-        )
+        is_bidirectional = drafter.config.block_attention == "bidirectional"
+        num_cached = text.shape[0] - context.shape[0]
+        if parents is None:
+            layout = lay_out(
+                context.shape[0],
+                (num_committed - 1 + nodes)[None],
+                (size,) * len(branches),
+                num_visible=shown[None],
+                num_cached=num_cached,
+                bidirectional=is_bidirectional,
+            )
+        else:
+            layout = lay_out_tree(
+                context.shape[0] - len(draft),
+                torch.tensor(parents, device=device),
+                num_cached,
+                anchors=nodes,
+                num_slots=size,
+                num_visible=shown,
+                bidirectional=is_bidirectional,
+            )
         ids = self.reader.embeddable(torch.cat([context, slots.flatten().to(device)]))[None]
         outputs = drafter.packed_forward(ids, layout, cache=self._cache, logits_to_keep=None)
         self._cache.crop(-slots.numel())
+        if parents is not None:
+            self._hanging = Paths(draft.tolist(), parents)
         hidden_states = outputs.hidden_states[-1][0, context.shape[0] :]
         return PackedDrafts(round_id, branches, hidden_states.unflatten(0, (len(branches), size)))
+
+    def _rewind_to(self, context: torch.LongTensor, most: int | None = None) -> torch.LongTensor:
+        if self._hanging is not None:
+            paths, start, self._hanging = self._hanging, self.num_cached, None
+            node, accepted, tokens = 0, [], context[start:].tolist()
+            for token in tokens if torch.equal(context[:start], self._cached) else []:
+                node = paths.child(node, token)
+                if node is None:
+                    break
+                accepted.append(node)
+            self._cache.keep(start, [start + node - 1 for node in accepted])
+            self._cached = context[: start + len(accepted)] if accepted else self._cached
+        return super()._rewind_to(context, most)
 
     def _run_context(self, context: torch.LongTensor, num_rows: int) -> torch.Tensor:
         """A forward over the context alone; the logits of its last rows, shape `(num_rows, vocab_size)`."""

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 
 TREE_SIZES = (4, 8, 16, 24, 32, 48, 64)
+# Before anything was measured.
+_FIRST_SIZE = 16
 # Rows of a pass that its time is learned from; a prompt's prefill says nothing of few rows.
 _MOST_ROWS = 160
 # Measurements forget: one weighs this much less with each that follows.
@@ -108,11 +110,12 @@ class SizeRule:
     def __init__(self, costs: PassCosts, sizes: Sequence[int] = TREE_SIZES):
         self.costs, self._sizes = costs, tuple(sizes)
         self.calibration = Calibration()
-        self._draft_seconds = None
+        self._draft_seconds, self._last = None, _FIRST_SIZE
 
     @property
-    def largest(self) -> int:
-        return self._sizes[-1]
+    def most(self) -> int:
+        """Nodes that are worth building: one size more than was chosen last."""
+        return next((size for size in self._sizes if size > self._last), self._sizes[-1])
 
     def record_draft(self, seconds: float):
         """What a draft took, the tree included."""
@@ -131,13 +134,14 @@ class SizeRule:
             total += self.calibration.chance(chance)
             gains.append(total)
         if self._draft_seconds is None or self.costs.seconds(1) is None:
-            return min(len(chances), 16)
+            return min(len(chances), _FIRST_SIZE)
         best, best_rate = len(chances), 0.0
         for size in self._sizes:
             size = min(size, len(chances))
             rate = gains[size] / (self._draft_seconds + self.costs.seconds(size + 1))
             if rate > best_rate:
                 best, best_rate = size, rate
+        self._last = best
         return best
 
 

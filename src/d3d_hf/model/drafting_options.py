@@ -52,13 +52,16 @@ class DraftingOptions:
     compile_drafter: bool | str = "auto"
     on_draft_error: str = "warn"
 
+    def max_branches(self, block_size: int) -> int:
+        """Branches of a packed pass: one for each verdict on a whole chain and each guess, within the budget."""
+        num_branches = (self.num_assistant_tokens + 1) * (1 + self.num_bonus_guesses)
+        return (
+            num_branches if self.draft_slot_budget is None else min(num_branches, self.draft_slot_budget // block_size)
+        )
+
     def num_packed_tokens(self, block_size: int) -> int:
-        """Tokens of a packed pass over a whole draft, with a branch for each verdict and guess within the budget."""
-        num_verdicts = self.num_assistant_tokens + 1
-        num_branches = num_verdicts * (1 + self.num_bonus_guesses)
-        if self.draft_slot_budget is not None:
-            num_branches = min(num_branches, self.draft_slot_budget // block_size)
-        return num_verdicts + num_branches * block_size
+        """Tokens of a packed pass over a whole draft."""
+        return self.num_assistant_tokens + 1 + self.max_branches(block_size) * block_size
 
     @classmethod
     def resolve(cls, call_config: GenerationConfig, drafter_config: GenerationConfig, block_size: int):

@@ -145,8 +145,10 @@ def wrap_method(name: str, wrap: Callable) -> bool:
 
 
 def _wrap(original):
+    names = _explicit(original)
+
     def _assisted_decoding(self, *args, **kwargs):
-        arguments = dict(zip(_explicit(original), args)) | kwargs
+        arguments = dict(zip(names, args)) | kwargs
         assistant = next(filter(is_drafter, arguments.values()), None)  # by whatever name it is given
         if assistant is None or _is_outranked(arguments.get("generation_config")):
             return original(self, *args, **kwargs)
@@ -155,19 +157,20 @@ def _wrap(original):
             return original(self, **{**arguments, **changed})
 
         def plain():
-            left_out = {*_ASSISTED_ONLY, *_explicit(original)} - {*_explicit(GenerationMixin._sample)}
+            left_out = {*_ASSISTED_ONLY, *names} - {*_explicit(GenerationMixin._sample)}
             return self._sample(**{name: value for name, value in arguments.items() if name not in left_out})
 
-        unknown = {*_explicit(original)} & {*arguments} - {*_ASSISTED_ONLY, *_OF_DECODING, "input_ids"}
+        unknown = {*names} & {*arguments} - {*_ASSISTED_ONLY, *_OF_DECODING, "input_ids"}
         return _run(self, assistant, arguments, unknown, assisted_decoding, plain)
 
     return _assisted_decoding
 
 
 def _explicit(method) -> list[str]:
-    """Parameters that a method names, itself and collected keywords left out."""
+    """Parameters that a method names, itself and collected ones left out."""
     parameters = list(inspect.signature(method).parameters.values())[1:]
-    return [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    collected = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind not in collected]
 
 
 def is_drafter(model) -> bool:

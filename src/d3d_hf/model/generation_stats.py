@@ -3,10 +3,10 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 
-@dataclass
-class RoundTree:
+class RoundTree(NamedTuple):
     """
     A draft and its verdict.
 

@@ -162,9 +162,15 @@ def lay_out_tree(
     parents: torch.LongTensor,
     num_cached: int = 0,
     device: torch.device | str | None = None,
+    *,
+    anchors: torch.LongTensor | None = None,
+    num_slots: int = 0,
+    num_visible: torch.LongTensor | None = None,
+    bidirectional: bool = True,
 ) -> PackedLayout:
     """
-    Lays out context tokens and a tree of tokens that hangs on the last of them. Nothing is read off the device.
+    Lays out context tokens, a tree of tokens that hangs on the last of them, and branches that hang on nodes of the
+    tree. Nothing is read off the device.
 
     Args:
         context_length (`int`): Context tokens in this pass, at least one.
@@ -172,24 +178,45 @@ def lay_out_tree(
             Of each node: 0 for the last context token, `i` for the `i`-th node; none stands before its parent.
         num_cached (`int`, *optional*, defaults to 0): Tokens of the text in the KV cache.
         device (*optional*): Of the layout. Default: that of `parents`.
+        anchors (`torch.LongTensor` of shape `(branches,)`, *optional*): The node that each branch hangs on, or 0.
+        num_slots (`int`, *optional*, defaults to 0): Slots of each branch.
+        num_visible, bidirectional: Of the branches, as in [`lay_out`]; `num_visible` of shape `(branches,)`.
 
     Returns:
-        [`PackedLayout`] over `context_length + nodes` tokens.
+        [`PackedLayout`] over `context_length + nodes + branches * num_slots` tokens.
     """
     parents = parents.to(parents.device if device is None else device)
+    device = parents.device
     table = ancestor_table(parents)  # (nodes, nodes)
     root = num_cached + context_length - 1
-    context = torch.arange(num_cached, root + 1, device=parents.device)
-    positions = torch.cat([context, root + table.sum(dim=1)])[None]
-    is_node = torch.arange(positions.shape[1], device=parents.device) >= context_length
+    context = torch.arange(num_cached, root + 1, device=device)
+    depths = table.sum(dim=1)
+    tree = torch.cat([context, root + depths])
+    ids = (torch.arange(tree.shape[0], device=device) >= context_length) * NODE
+    tree_rows = torch.nn.functional.pad(table, (0, 0, context_length, 0))  # (context + nodes, nodes)
+
+    num_branches = 0 if anchors is None else anchors.shape[0]
+    anchors = torch.zeros(0, dtype=torch.long, device=device) if anchors is None else anchors.to(device)
+    offsets = torch.arange(num_slots, device=device)
+    anchor_positions = (root + torch.nn.functional.pad(depths, (1, 0))[anchors])[:, None]  # (branches, 1)
+    slots = anchor_positions + 1 + offsets  # (branches, slots)
+    visible = torch.zeros_like(anchors) if num_visible is None else num_visible.to(device)
+    is_mask_slot = offsets >= visible[:, None]
+    limits = torch.where(is_mask_slot, anchor_positions + num_slots, slots) if bidirectional else slots
+    branch_ids = torch.arange(1, num_branches + 1, device=device).repeat_interleave(num_slots)
+    branch_rows = torch.nn.functional.pad(table, (0, 0, 1, 0))[anchors].repeat_interleave(num_slots, dim=0)
+
+    positions = torch.cat([tree, slots.flatten()])
+    rows = torch.cat([tree_rows, branch_rows])  # (tokens, nodes)
+    num_after = num_branches * num_slots
     return PackedLayout(
-        position_ids=positions,
-        branch_ids=torch.where(is_node, NODE, CONTEXT)[None],
-        context_limits=positions.clamp(max=root),
-        branch_limits=positions,
-        is_mask_slot=torch.zeros_like(positions, dtype=torch.bool),
+        position_ids=positions[None],
+        branch_ids=torch.cat([ids, branch_ids])[None],
+        context_limits=positions.clamp(max=root)[None],
+        branch_limits=torch.cat([tree, limits.flatten()])[None],
+        is_mask_slot=torch.cat([torch.zeros_like(tree, dtype=torch.bool), is_mask_slot.flatten()])[None],
         num_cached=num_cached,
-        ancestors=torch.nn.functional.pad(table, (context_length, 0, context_length, 0))[None],
+        ancestors=torch.nn.functional.pad(rows, (context_length, num_after))[None],
     )
 
 
