@@ -104,9 +104,8 @@ VOCAB_SIZE = 8
 
 def test_under_sampling_stop_strings_do_not_bias_the_text():
     """
-    The trap: a draft that is cut before a token *because it was drawn* makes that token come out too rarely. The
-    token that completes the stop string ends a good part of the texts here; the law of the first two tokens, with the
-    ends among them, is the target's.
+    The token that completes the stop string ends a good part of the texts here, and must come out neither too rarely
+    nor too often for that; the law of the first two tokens, with the ends among them, is the target's.
     """
     target = memoryless_model(VOCAB_SIZE, seed=3)
     tokenizer = tiny_tokenizer(VOCAB_SIZE)

@@ -5,6 +5,7 @@ import gc
 import importlib
 import inspect
 import logging
+import os
 import subprocess
 import sys
 import weakref
@@ -654,4 +655,5 @@ def test_an_error_on_request_is_raised(target, prompt):
 
 def test_importing_the_package_needs_no_network_and_starts_no_threads():
     code = "import threading; n = threading.active_count(); import d3d_hf; assert threading.active_count() == n"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
