@@ -47,11 +47,12 @@ from d3d_hf.kernels import (
 )
 from d3d_hf.kernels.floors import H200_BYTES_PER_S, H200_FLOPS_PER_S, attention_cost, choice_cost, pass_cost
 from d3d_hf.model.backbones import cache_argument
-from d3d_hf.model.packing import lay_out
+from d3d_hf.model.packing import PackedLayout, lay_out, lay_out_tree
 from d3d_hf.training.provenance import provenance
 
 
 BLOCK_SIZE = 8
+TREE_SIZE = 64
 PREFILL_PIECE = 1024
 # More than a last-level cache holds, so that each call of a kernel reads its keys from memory.
 CACHE_BYTES = 256 * 2**20
@@ -133,9 +134,12 @@ class Check:
         heads, kv_heads, dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
         errors = []
         for context in self.contexts:
-            for num_guesses in (0, 3):
-                name = f"attention, {context} cached, {num_guesses} guesses"
-                make = functools.partial(self._attention, heads, kv_heads, dim, context, num_guesses)
+            layouts = {f"{number} guesses": self._packed_layout(number, context) for number in (0, 3)}
+            nodes = torch.arange(1, TREE_SIZE + 1)
+            layouts[f"a tree of {TREE_SIZE}"] = lay_out_tree(1, nodes // 2, context)  # two children each
+            for kind, layout in layouts.items():
+                name = f"attention, {context} cached, {kind}"
+                make = functools.partial(self._attention, heads, kv_heads, dim, layout)
                 row = self.report.attempt("kernels", name, 10, make)
                 errors.append(float("inf") if row is None else row["relative_error"])
         for num_rows in (BLOCK_SIZE, self._packed_layout(0, 64).num_tokens):
@@ -146,9 +150,9 @@ class Check:
         self.report.content["settings"]["attention"] = self.attention
         self._end_part("kernels")
 
-    def _attention(self, heads: int, kv_heads: int, dim: int, context: int, num_guesses: int) -> dict:
-        layout = self._packed_layout(num_guesses, context)
-        num_tokens, size = layout.num_tokens, torch.empty((), dtype=self.dtype).element_size()
+    def _attention(self, heads: int, kv_heads: int, dim: int, layout: PackedLayout) -> dict:
+        num_tokens, context = layout.num_tokens, layout.num_cached
+        size = torch.empty((), dtype=self.dtype).element_size()
         cost = attention_cost(heads, kv_heads, dim, num_tokens, context, size)
         visibility = visibility_of(layout).to(self.device)
         query = self._random(1, heads, num_tokens, dim)

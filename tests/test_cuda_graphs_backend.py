@@ -8,7 +8,7 @@ import torch
 from d3d_hf import D3DDrafterForCausalLM, compile_target, uncompile_target
 from d3d_hf.compiled.drafter import compiled_drafter
 from d3d_hf.compiled.graph_backend import CudaGraphs
-from d3d_hf.testing import tiny_model
+from d3d_hf.testing import ForwardCounter, tiny_model
 from lossless import generate, prompt_of
 
 
@@ -93,6 +93,21 @@ def test_order_of_calls(cuda):
     assert replay() is replay() and cuda == ["replays on caller"] * 2
 
 
+def test_what_is_sent_is_pinned_unless_it_is_there_already(cuda, monkeypatch):
+    """A layout that was made on the device is not brought to the host and back."""
+    calls, graphs = [], CudaGraphs("cuda:0")
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: calls.append("pinned") or self)
+    buffer = torch.zeros(3)
+    graphs.send(torch.ones(3), buffer)
+    assert calls == ["pinned"] and buffer.sum() == 3
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    graphs.send(torch.full((3,), 2.0).as_subclass(OnGpu), buffer)
+    assert calls == ["pinned"] and buffer.sum() == 6
+
+
 def test_a_capture_that_breaks_gives_the_stream_back(cuda):
     graphs = CudaGraphs("cuda:0")
 
@@ -132,3 +147,24 @@ def test_on_a_gpu(implementation):
     assert passes.reason is None and passes.num_static_passes > 50
     assert target.__dict__["_compiled_target"].num_static_passes > 50
     uncompile_target(target)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "d3d_packed"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_trees_on_a_gpu(architecture, implementation):
+    """The first replay is compared with dense masks; every pass but the prefill is a replay, whatever its tree."""
+    target = tiny_model(architecture, seed=5, initializer_range=0.2, head_dim=64).cuda()
+    drafter = D3DDrafterForCausalLM.from_backbone(tiny_model("llama", seed=9), block_size=4).cuda()
+    prompt, options = prompt_of(40).cuda(), drafter.generation_config
+    reference = generate(target, prompt, max_new_tokens=100).tolist()
+    options.drafting_mode, options.on_draft_error = "sync", "raise"
+    target.set_attn_implementation(implementation)
+    compile_target(target, draft_lengths=(8, 40))
+    state = target.__dict__["_compiled_target"]
+    for size in (1, 8, 33):
+        options.draft_tree_size, before = size, state.num_static_passes
+        with ForwardCounter(target) as forwards:
+            assert generate(target, prompt, drafter, max_new_tokens=100).tolist() == reference
+        assert state.reason is None and state.num_static_passes - before == forwards.count - 1

@@ -82,9 +82,12 @@ class CudaGraphs:
         return replay
 
     def send(self, values: torch.Tensor, buffer: torch.Tensor):
-        """Copies a tensor of the CPU into a buffer, in the order of the current stream; nothing is waited for."""
+        """
+        Copies a tensor, of the CPU or the device, into a buffer, in the order of the current stream; nothing is
+        waited for.
+        """
         with torch.cuda.device(self.device):
-            buffer.copy_(values.pin_memory(), non_blocking=True)
+            buffer.copy_(values if values.is_cuda else values.pin_memory(), non_blocking=True)
 
     def current_stream(self) -> Any:
         return torch.cuda.current_stream(self.device)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from ..kernels.visibility import BRANCH, NO_WINDOW, NUM_CACHED, NUM_ROWS, WINDOW, dense_visibility, visibility_of
+from ..kernels.visibility import BRANCH, NO_WINDOW, NUM_CACHED, WINDOW, dense_visibility, visibility_of
 from ..model.backbones import refuse_unpackable
 from ..model.packing import PADDING, PackedLayout, additive, layer_windows
 from .graph_backend import CudaGraphs
@@ -28,8 +28,8 @@ from .static_passes import StaticPasses, layers_of
 
 logger = logging.getLogger(__name__)
 
-# Rows of the tensor of integers, after those of visibility.py: token ids, and what the kind of pass needs besides.
-IDS, EXTRA, _NUM_INTEGERS = NUM_ROWS, NUM_ROWS + 1, NUM_ROWS + 2
+# Rows of the tensor of integers, behind those of visibility.py: token ids, and what the kind of pass needs besides.
+IDS, EXTRA, _NUM_OWN_ROWS = -2, -1, 2
 
 
 @dataclass
@@ -38,7 +38,7 @@ class StaticPass:
     A captured pass over one storage.
 
     Attributes:
-        integers (`torch.IntTensor` of shape `(1, 1, 8, bucket)`): What it reads; filled before each replay.
+        integers (`torch.IntTensor` of shape `(1, 1, rows, bucket)`): What it reads; filled before each replay.
         replay (`Callable`): Runs it and returns its output, which the next replay overwrites.
     """
 
@@ -161,7 +161,7 @@ class GraphedPasses(StaticPasses):
         One round: the output's rows that are tokens, in memory of their own.
 
         Args:
-            values (`torch.IntTensor` of shape `(1, 1, 8, bucket)`): What the pass reads, on the CPU.
+            values (`torch.IntTensor` of shape `(1, 1, rows, bucket)`): What the pass reads, of [`integers_of`].
             num_tokens (`int`): Tokens that are no padding.
             on_device (`dict[int, torch.Tensor]`): Rows that are on the device already, each of shape `(1, tokens)`.
         """
@@ -179,13 +179,16 @@ class GraphedPasses(StaticPasses):
 def integers_of(
     layout: PackedLayout, bucket: int, ids: torch.Tensor | None = None, extra: torch.Tensor | None = None
 ) -> torch.IntTensor:
-    """What a pass reads, on the CPU: visibility, token ids and `extra` per token, padded to the bucket."""
-    integers = torch.zeros(1, 1, _NUM_INTEGERS, bucket, dtype=torch.int)
-    integers[:, :, :NUM_ROWS] = visibility_of(layout, num_tokens=bucket)
+    """
+    What a pass reads, on the layout's device: visibility, with words of a tree whether there is one or not, token ids
+    and `extra` per token; `(1, 1, rows, bucket)`, of which the tokens after the layout's own are padding.
+    """
+    visibility = visibility_of(layout, num_tokens=bucket, has_tree=True)
+    own = visibility.new_zeros(1, 1, _NUM_OWN_ROWS, bucket)
     for row, values in ((IDS, ids), (EXTRA, extra)):
         if values is not None:
-            integers[0, 0, row, : values.shape[-1]] = values[0]
-    return integers
+            own[0, 0, row, : values.shape[-1]] = values[0]
+    return torch.cat([visibility, own], dim=2)
 
 
 def static_masks(integers: torch.IntTensor, config, capacity: int, dtype: torch.dtype):
@@ -194,7 +197,7 @@ def static_masks(integers: torch.IntTensor, config, capacity: int, dtype: torch.
     `packing.attention_masks`, of which this is the twin for a whole KV storage.
 
     Args:
-        integers (`torch.IntTensor` of shape `(1, 1, 8, tokens)`): Of a [`StaticPass`].
+        integers (`torch.IntTensor` of shape `(1, 1, rows, tokens)`): Of a [`StaticPass`].
         config (`PreTrainedConfig`): The backbone's.
         capacity (`int`): Places of the storage.
         dtype (`torch.dtype`): Of the activations.
@@ -203,16 +206,17 @@ def static_masks(integers: torch.IntTensor, config, capacity: int, dtype: torch.
         One mask, or a `dict` from layer type to mask if windows are mixed: `(1, 1, tokens, capacity)`, or the integers
         themselves for `"d3d_packed"`.
     """
-    visibility = integers[:, :, :NUM_ROWS]
+    visibility = integers[:, :, :IDS]
     masks = {}
     for layer_type, window in layer_windows(config).items():
         seen = visibility.clone()
         seen[:, :, WINDOW].fill_(NO_WINDOW if window is None else window)
         if config._attn_implementation != "d3d_packed":
+            # A row that sees nothing gives NaN, which would spread through keys and values: padding sees itself.
+            own_places = seen[:, :, NUM_CACHED] + torch.arange(seen.shape[3], device=seen.device)
+            itself = own_places[..., None] == torch.arange(capacity, device=seen.device)
             is_padding = seen[:, :, BRANCH] == PADDING
-            seen = dense_visibility(seen, capacity)
-            # A row that sees nothing gives NaN, which would spread through keys and values.
-            seen[..., 0] |= is_padding
+            seen = dense_visibility(seen, capacity) | (is_padding[..., None] & itself)
             if config._attn_implementation == "eager":
                 seen = additive(seen, dtype)
         masks[layer_type] = seen

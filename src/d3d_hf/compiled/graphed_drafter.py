@@ -2,6 +2,7 @@
 
 import torch
 
+from ..kernels.visibility import POSITION
 from ..model.packing import PackedLayout, lay_out
 from ..model.storage import capacity_for, first_capacity
 from .graph_backend import CudaGraphs
@@ -43,7 +44,7 @@ class GraphedDrafter(GraphedPasses):
             embeds = drafter.embed_slots(ids, is_mask_slot)
             outputs = backbone.base_model(
                 inputs_embeds=embeds,
-                position_ids=integers[0, :, 0].long(),
+                position_ids=integers[0, :, POSITION].long(),
                 attention_mask=static_masks(integers, backbone.config, cache.capacity, embeds.dtype),
                 use_cache=True,
                 **{self.cache_argument: cache},
@@ -69,7 +70,7 @@ class GraphedDrafter(GraphedPasses):
             or layout.num_cached != cache.get_seq_length()
         ):
             return None
-        values = integers_of(layout, bucket, input_ids.cpu(), self._extra(layout).cpu())
+        values = integers_of(layout, bucket, input_ids, self._extra(layout))
         return self._replay(cache, values, num_tokens, on_device={})
 
     def _example(self, bucket: int, num_cached: int) -> PackedLayout:

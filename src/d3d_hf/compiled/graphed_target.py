@@ -3,7 +3,7 @@
 import torch
 from transformers import PreTrainedModel
 
-from ..model.packing import PackedLayout, lay_out
+from ..model.packing import PackedLayout, additive, dense_visibility, lay_out, lay_out_tree, layer_windows
 from ..model.storage import MIN_CAPACITY, capacity_for
 from .graphed import EXTRA, IDS, GraphedPasses, integers_of, static_masks
 from .layer_graph import NotServedError
@@ -15,7 +15,8 @@ class GraphedTarget(GraphedPasses):
     """
     The graphed twin of [`CompiledTarget`], behind the same interface.
 
-    Graphs are captured by the forward that first needs them.
+    Graphs are captured by the forward that first needs them. A graph serves chains and trees alike: those of a pass
+    with a tree say so by the `layout` of their cache, which stands for the mask that they hold besides.
     """
 
     def make_cache(self, max_length: int | None = None) -> PooledCache:
@@ -27,26 +28,33 @@ class GraphedTarget(GraphedPasses):
         if not isinstance(cache, PooledCache):
             return None
         cache.touch()
-        if not serves(self, model, kwargs, cache) or not self._is_served(cache) or _has_padding(kwargs):
+        layout = cache.layout
+        if layout is not None:
+            kwargs = {**kwargs, "attention_mask": None}  # says what the layout says
+        if not serves(self, model, kwargs, cache) or not self._is_served(cache) or _is_masked(kwargs):
             return None
         ids = kwargs["input_ids"]
-        num_tokens = ids.shape[1]
+        num_tokens, num_cached = ids.shape[1], cache.get_seq_length()
+        if layout is not None and (layout.num_tokens, layout.num_cached) != (num_tokens, num_cached):
+            return None
         bucket = self._bucket_for(num_tokens)
-        cache.reserve(cache.get_seq_length() + bucket)
+        cache.reserve(num_cached + bucket)
         if bucket not in cache.storage.graphs:
             self._make(model, cache, bucket)
         if self.reason is not None:
             return None
-        # Padding goes on after the text, as tokens of it: their keys lie behind what is counted.
-        layout = self._example(bucket, cache.get_seq_length())
+        if layout is None:
+            # Padding goes on after the text, as tokens of it: their keys lie behind what is counted.
+            layout = lay_out(bucket, num_cached=num_cached, device="cpu")
         rows = {IDS: ids, EXTRA: kwargs.get("position_ids")}
         on_device = {row: tensor for row, tensor in rows.items() if tensor is not None}
-        logits = self._replay(cache, integers_of(layout, bucket, extra=self._extra(layout)), num_tokens, on_device)
+        values = integers_of(layout, bucket, extra=self._extra(layout))
+        logits = self._replay(cache, values, num_tokens, on_device)
         to_keep = kwargs.get("logits_to_keep") or num_tokens
         return self._output_class(**{"logits": logits[:, -min(to_keep, num_tokens) :], self._cache_output: cache})
 
     def _example(self, bucket: int, num_cached: int) -> PackedLayout:
-        return lay_out(bucket, num_cached=num_cached, device="cpu")
+        return lay_out_tree(1, torch.arange(1, bucket, device="cpu") // 2, num_cached)  # two children each
 
     def _extra(self, layout: PackedLayout) -> torch.Tensor:
         return layout.position_ids  # of RoPE; visibility goes by place
@@ -72,7 +80,14 @@ class GraphedTarget(GraphedPasses):
             return outputs.logits
 
         def own(ids, layout):
-            return plain_forward(model, input_ids=ids, use_cache=True, **{self.cache_argument: cache}).logits
+            return plain_forward(
+                model,
+                input_ids=ids,
+                position_ids=layout.position_ids,
+                attention_mask=_dense_masks(layout, model.config, model.dtype),
+                use_cache=True,
+                **{self.cache_argument: cache},
+            ).logits
 
         self._capture(model, cache, bucket, run, own)
 
@@ -91,9 +106,18 @@ class GraphedTarget(GraphedPasses):
             cache.release()
 
 
-def _has_padding(kwargs: dict) -> bool:
+def _is_masked(kwargs: dict) -> bool:
+    """Whether a token sees something else than all tokens before it, as far as the arguments say."""
     mask = kwargs.get("attention_mask")
-    return mask is not None and not bool(mask.all())
+    return mask is not None and (isinstance(mask, dict) or mask.dim() != 2 or not bool(mask.all()))
+
+
+def _dense_masks(layout: PackedLayout, config, dtype: torch.dtype):
+    """Masks that are written out, whatever the attention is: `"d3d_packed"` hands them to SDPA."""
+    masks = {kind: dense_visibility(layout, window)[:, None] for kind, window in layer_windows(config).items()}
+    if config._attn_implementation == "eager":
+        masks = {kind: additive(seen, dtype) for kind, seen in masks.items()}
+    return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 __all__ = ["GraphedTarget"]

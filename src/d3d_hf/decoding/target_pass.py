@@ -213,11 +213,14 @@ class TargetPasses:
         if layout is not None:
             config = self._target.config.get_text_config()
             inputs["attention_mask"] = attention_masks(layout, config, self._target.dtype)
+        self._cache.layout = layout
         try:
             return self._target(**inputs, return_dict=True)
         except BaseException:
             self._cache.keep(num_cached, [])  # some layers have read the tokens, others have not
             raise
+        finally:
+            self._cache.layout = None
 
     def _positions_of(self, num_cached: int, num_tokens: int) -> torch.LongTensor:
         """Positions of text from `num_cached` on, which go on from the caller's: shape `(1, num_tokens)`."""

@@ -13,6 +13,8 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from .packing import PackedLayout
+
 
 MIN_CAPACITY = 256
 # Tokens after the prompt that the first storage has room for; a longer text makes it grow.
@@ -246,10 +248,16 @@ class GrowingCache(Cache):
         num_layers (`int`): Of the model.
         max_length (`int`, *optional*): Tokens that the text will have at most, if known: a first guess of the size.
         holder ([`StorageHolder`], *optional*): Where the storage comes from. Default: it is the cache's own.
+
+    Attributes:
+        layout ([`PackedLayout`], *optional*):
+            Of the pass that runs over it, where that verifies a tree: for those who would rather not read it off a
+            mask. `None` otherwise.
     """
 
     def __init__(self, num_layers: int, max_length: int | None = None, holder: StorageHolder | None = None):
         self._holder = StorageHolder(num_layers, max_length) if holder is None else holder
+        self.layout: PackedLayout | None = None
         super().__init__(layers=[StorageLayer(self._holder, index) for index in range(num_layers)])
 
     @property
