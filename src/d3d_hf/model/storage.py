@@ -47,12 +47,28 @@ class Storage:
         self._stack = None  # (layers, 2, batch, heads, capacity, head_dim)
         self._layers = [None] * num_layers  # keys and values of each, (batch, heads, capacity, head_dim)
 
-    def of(self, index: int, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Room for one layer's keys and values; the same memory as before if they are of the same kind."""
+    def of(
+        self, index: int, key_states: torch.Tensor, value_states: torch.Tensor, length: int = 0
+    ) -> tuple[torch.Tensor, ...]:
+        """
+        Room for one layer's keys and values; the same memory as before if they are of the same kind. The first
+        `length` tokens stay, in the wider dtype where these have another, as under autocast.
+        """
         held, states = self._layers[index], (key_states, value_states)
         if held is None or any(map(_differ, held, states)):
-            held = self._layers[index] = self._make(index, *states)
+            held = self._layers[index] = self._widened(index, states, length) if length else self._make(index, *states)
         return held
+
+    def _widened(self, index: int, states: tuple[torch.Tensor, ...], length: int) -> tuple[torch.Tensor, ...]:
+        held = self._layers[index]
+        dtypes = (torch.promote_types(old.dtype, new.dtype) for old, new in zip(held, states))
+        wider = tuple(old[:, :, :0].to(dtype) for old, dtype in zip(held, dtypes))
+        if not any(map(_differ, held, wider)):
+            return held
+        made = self._make(index, *wider)
+        for new, old in zip(made, held):
+            new[:, :, :length] = old[:, :, :length]
+        return made
 
     def _make(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self._stack is None and not _differ(keys, values):
@@ -194,7 +210,7 @@ class StorageLayer(CacheLayerMixin):
         start, self.length = self.length, self.length + key_states.shape[2]
         # Layers that come later in the pass have been copied up to where this one began.
         self._holder.reserve(self.length, start)
-        keys, values = self._holder.storage.of(self._index, key_states, value_states)
+        keys, values = self._holder.storage.of(self._index, key_states, value_states, start)
         keys[:, :, start : self.length] = key_states
         values[:, :, start : self.length] = value_states
         return keys[:, :, : self.length], values[:, :, : self.length]
