@@ -15,7 +15,7 @@ import d3d_hf
 PACKAGE = Path(d3d_hf.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 PARTS = sorted(path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__")
-ROOT_FILES = {"__init__.py", "cli.py", "embedded.py", "public.py", "py.typed", "testing.py"}
+ROOT_FILES = {"__init__.py", "cli.py", "embedded.py", "py.typed", "testing.py"}
 MAX_LINES = 420
 
 

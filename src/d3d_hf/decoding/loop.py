@@ -62,9 +62,10 @@ def decode(call: Call):
                 cache.keep(output.num_cached, [])
                 continue
 
-            path = walk(tree, output)
-
-            passes.commit(output, path)
+            try:
+                path = walk(tree, output)
+            finally:  # also where the caller's own code raised: a cache of the caller's holds text, never drafts
+                passes.commit(output, walk.path)
             end = time.perf_counter()
             stats.record_verdict(len(path) + 1, start, end)
             drafts.observe(tree, path, output.num_context + len(tree), end - start)

@@ -216,6 +216,9 @@ class TargetPasses:
         self._cache.layout = layout
         try:
             return self._target(**inputs, return_dict=True)
+        except BaseException:
+            self._cache.keep(num_cached, [])  # some layers have read the tokens, others have not
+            raise
         finally:
             self._cache.layout = None
 

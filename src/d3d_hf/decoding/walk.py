@@ -54,6 +54,8 @@ class Walk:
         input_ids (`torch.LongTensor` of shape `(1, length)`): Prompt and output so far, on the caller's device.
         text (`torch.LongTensor` of shape `(length,)`): The same without padding, on the CPU.
         is_finished (`bool`): Whether the output has ended.
+        path (`list[int]`):
+            Nodes that the last walk accepted, from the root's child on; where it was interrupted, those so far.
         scores, logits, hidden_states, attentions (`list`, *optional*):
             Of each emitted token, as plain decoding returns them; `None` where they were not asked for.
     """
@@ -72,7 +74,7 @@ class Walk:
         self._text = torch.empty(max(config.max_length, len(self._attended)) + 1, dtype=torch.long, device="cpu")
         self._text[: len(self._attended)] = self._attended
         self._num_text = len(self._attended)
-        self.is_finished = False
+        self.is_finished, self.path = False, []
 
         def wanted(is_asked) -> list | None:
             return [] if config.return_dict_in_generate and is_asked else None
@@ -122,18 +124,18 @@ class Walk:
         Returns:
             `list[int]`: The accepted nodes, from the root's child on; one token more was emitted.
         """
-        self._call.has_begun = True
-        paths, path = self._swiftly(tree, output) if self._is_swift else self._step_by_step(tree, output)
+        self._call.has_begun, self.path = True, []
+        paths = self._swiftly(tree, output) if self._is_swift else self._step_by_step(tree, output)
         if len(tree):
-            self._call.stats.record_tree(RoundTree(paths.tokens, paths.parents, path), tree.sources)
-        return path
+            self._call.stats.record_tree(RoundTree(paths.tokens, paths.parents, self.path), tree.sources)
+        return self.path
 
-    def _step_by_step(self, tree: DraftTree, output: PassOutput) -> tuple[Paths, list[int]]:
+    def _step_by_step(self, tree: DraftTree, output: PassOutput) -> Paths:
         if self._draws_together:
             drawn, paths = self._draw_together(tree, output.logits)
         else:
             drawn, paths = None, tree.read()
-        node, path = 0, []
+        node = 0
         while True:
             token = self._choose(output.logits[node]) if drawn is None else drawn.choose(node, self)
             self._record(output, node)
@@ -141,17 +143,17 @@ class Walk:
             node = paths.child(node, token)
             if self.is_finished or node is None:
                 break
-            path.append(node)
+            self.path.append(node)
         if drawn is not None:
-            self._noise.skip(len(path) + 1)
-        return paths, path
+            self._noise.skip(len(self.path) + 1)
+        return paths
 
-    def _swiftly(self, tree: DraftTree, output: PassOutput) -> tuple[Paths, list[int]]:
+    def _swiftly(self, tree: DraftTree, output: PassOutput) -> Paths:
         """Greedy with nobody looking on: one argmax over all nodes, read once, and the text grows by a whole path."""
         choices, paths = tree.read_with(output.logits.argmax(dim=-1))
         max_length, ends = self._limits
         room = max_length - self.input_ids.shape[1]
-        node, path, tokens = 0, [], []
+        node, tokens = 0, []
         while True:
             token = choices[node]
             tokens.append(token)
@@ -159,9 +161,9 @@ class Walk:
             node = paths.child(node, token)
             if self.is_finished or node is None:
                 break
-            path.append(node)
+            self.path.append(node)
         self._append(torch.tensor(tokens, device="cpu"))
-        return paths, path
+        return paths
 
     def _draw_together(self, tree: DraftTree, logits: torch.Tensor) -> tuple["_Drawn", Paths]:
         """What every node would emit if it were reached: one reading of the device."""

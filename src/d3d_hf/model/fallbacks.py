@@ -59,6 +59,8 @@ def reason_not_to_draft(drafter, input_ids, generation_config, arguments: dict) 
         text_length = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
         if text_length != input_ids.shape[1]:
             return "past_key_values holds text that input_ids lacks (pass the whole text to have it drafted for)"
+        if cache.get_seq_length() >= text_length:
+            return "past_key_values holds all the text, and nothing is left for the target to read"
     return None
 
 
