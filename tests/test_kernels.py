@@ -359,8 +359,9 @@ def test_kernels_compile_without_spilling(tmp_path):
             TRITON_CACHE_DIR=str(tmp_path),
         )
     )
-    # Bytes of stack per thread, against about a thousand of registers.
-    most_spilled = {"sm_80": 64, "sm_89": 64, "sm_90": 0, "gfx942": 0}
+    # Bytes of stack per thread, against about a thousand of registers; on gfx942 registers, of 512, which Triton 3.6
+    # has too few of for trees.
+    most_spilled = {"sm_80": 64, "sm_89": 64, "sm_90": 0, "gfx942": 16}
     # Of one block: sm_80 and sm_90 have more than the smallest, sm_89; gfx942 has 64 KiB.
     most_shared = {"sm_80": 99 * 1024, "sm_89": 99 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
     matrix = {"sm_80": "mma.sync", "sm_89": "mma.sync", "sm_90": "wgmma.mma_async", "gfx942": "v_mfma"}

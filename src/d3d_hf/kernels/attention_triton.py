@@ -118,6 +118,7 @@ def attend_part(
     num_cached = tl.load(integers + _NUM_CACHED * num_tokens)
     oldest = position - tl.load(integers + _WINDOW * num_tokens) + 1  # first position in the row's window
     is_padding = branch == _PADDING
+    own_branch = tl.where(branch == _NODE, _PADDING, branch) if HAS_TREE else branch  # nodes have none
 
     # This program's part: of the keys that any row sees, whole tiles to each part.
     end = num_cached + num_tokens
@@ -168,12 +169,14 @@ def attend_part(
         key_position = tl.where(is_of_pass, key_position, places)
         is_context = key_branch == _CONTEXT
         limit = tl.where(is_context[None, :], context_limit[:, None], branch_limit[:, None])
-        is_seen = is_context[None, :] | (key_branch[None, :] == branch[:, None])
+        is_seen = is_context[None, :] | (key_branch[None, :] == own_branch[:, None])
         is_seen = is_seen & (key_position[None, :] <= limit)
         if HAS_TREE:
-            is_seen = is_seen & (key_branch != _NODE)[None, :]
             bits = _bits_of(integers + tokens, first - num_cached, is_token, num_tokens, num_integers)
-            is_ancestor = (bits[:, None] >> tl.arange(0, BLOCK_N)[None, :].to(tl.uint64)) & 1
+            low, high = bits.to(tl.uint32), (bits >> _WORD_BITS).to(tl.uint32)
+            number = tl.arange(0, BLOCK_N)[None, :]
+            word = tl.where(number < _WORD_BITS, low[:, None], high[:, None])
+            is_ancestor = (word >> (number % _WORD_BITS).to(tl.uint32)) & 1
             is_seen = is_seen | (is_ancestor != 0)
         is_seen = is_seen & (is_place & (key_branch != _PADDING))[None, :]
         is_seen = is_seen & (key_position[None, :] >= oldest[:, None])
