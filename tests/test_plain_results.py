@@ -80,11 +80,10 @@ def drafters_of(reference):
     }
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("mode, do_sample", [("sync", False), ("sync", True), ("async", True)])
 @pytest.mark.parametrize("prompt_length", [1, PROMPT_LENGTH, 2 * SLIDING_WINDOW + 3])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_results_are_plain_decodings_field_by_field(architecture, prompt_length, do_sample, mode):
+def test_results_are_plain_decodings_field_by_field(architecture, prompt_length, mode, do_sample):
     target, prompt = target_of(architecture), prompt_of(prompt_length)
     kwargs = {"do_sample": do_sample, "max_new_tokens": NEW, "repetition_penalty": 1.2, "top_k": 20}
     # A call that asks for attentions of windows runs without drafts: below.
