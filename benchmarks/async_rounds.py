@@ -40,7 +40,9 @@ def main():
     args = parser.parse_args()
     torch.set_num_threads(1)
     with torch.random.fork_rng():
-        report = {"simulated": simulated_devices(), "own_loop": [own_loop(n, args.rounds) for n in CONTEXTS]}
+        report = {"simulated": simulated_devices(), "own_loop": []}
+        for mode, tree_size in (("sync", 0), ("sync", 32), ("async", 0)):
+            report["own_loop"] += [own_loop(n, args.rounds, mode, tree_size) for n in CONTEXTS]
     for name, value in report["simulated"].items():
         print(f"{name:34} {value:.3f}")
     for row in report["own_loop"]:
@@ -170,14 +172,14 @@ class Rounds:
             self.sums = {name: watch.seconds for name, watch in self._watches.items()}
 
 
-def own_loop(context_length: int, num_rounds: int) -> dict:
+def own_loop(context_length: int, num_rounds: int, mode: str, tree_size: int) -> dict:
     """
-    Milliseconds a round outside both models, with three guesses of each bonus. The packed schedule runs on the
+    Milliseconds a round outside both models. The packed schedule, with three guesses of each bonus, runs on the
     caller's thread, so that nothing runs beside what is measured; two tokens of each draft are accepted.
     """
     target, drafter = pair(max_positions=context_length + 1024)
     options = drafter.generation_config
-    options.drafting_mode, options.num_bonus_guesses = "async", 3
+    options.drafting_mode, options.num_bonus_guesses, options.draft_tree_size = mode, 3, tree_size
     warm, num_new_tokens = 5, 3 * (num_rounds + 7)
     imposed = ImposedAcceptance([1.0, 1.0, 0.0], 67, max_length=context_length + num_new_tokens + 16)
     imposed.impose_on_target(target)
@@ -212,6 +214,8 @@ def own_loop(context_length: int, num_rounds: int) -> dict:
     beside_target = rounds.seconds - sums["target"] - sums["imposing"]
     recording = sums["drafts"] + sums["verdicts"]
     return {
+        "mode": mode,
+        "tree_size": tree_size,
         "context": context_length,
         "rounds": count,
         "own_ms": round(1e3 * (beside_target - model) / count, 3),
